@@ -61,6 +61,8 @@ class Mixture:
     `held_out`, the `copies` of held-out ones that are not trained on, the ones that are `lost` because the context
     holds no reply of theirs, and the test rows of tasks that are `left_out`."""
 
+    tests: list[str]  # the public test sets that they were compared with
+
     def lines(self) -> list[str]:
         """The sources for the user; none if there is a single one, read as it is."""
         found, usual = list[str](), {"repeats": 1}
@@ -91,15 +93,19 @@ class _Prepared:
     left_out: int
 
 
-def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fetch, log: Log) -> Mixture:
+def prepare_mixture(
+    recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fetch, log: Log, tests: Sequence[str] | None = None
+) -> Mixture:
     """Prepares the conversations of a recipe.
+
+    tests: the public test sets to compare them with, of those that are there; None for all.
 
     Raises:
         ValueError: A conversation is wrong or holds a test row, or there are too few.
         FileNotFoundError: There is no such source.
         OSError: A file cannot be read or downloaded.
     """
-    opened, rows = _open(recipe, out, fetch, log)
+    opened, rows, compared = _open(recipe, out, fetch, log, tests)
     ready = [_prepared(source, rows, tokenizer, recipe, out, log) for source in opened]
     hidden = np.concatenate([one.hidden for one in ready])
     found, train, val = [], [], []
@@ -121,24 +127,28 @@ def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fe
             }
         )
     _refuse_few(recipe, *(sum(one[name] for one in found) for name in ("conversations", "held_out", "lost")))
-    return Mixture(Corpus.join(train), Corpus.join(val), found)
+    return Mixture(Corpus.join(train), Corpus.join(val), found, compared)
 
 
-def _open(recipe: Resolved, out: Path, fetch: Fetch, log: Log) -> tuple[list[OpenSource], TaskRows]:
+def _open(
+    recipe: Resolved, out: Path, fetch: Fetch, log: Log, tests: Sequence[str] | None
+) -> tuple[list[OpenSource], TaskRows, list[str]]:
     """The sources, and the test rows that files are compared with: rows of the named folder, of the public sets that
-    are there, and the built-in world's questions where the run learns that world."""
+    are there, which are named, and the built-in world's questions where the run learns that world."""
     opened, rows = [open_source(asked, recipe, out, fetch, log) for asked in recipe.conversation_sources], TaskRows()
     if recipe.sft.tests is not None:
         rows.read(Path(recipe.sft.tests), "--sft.tests")
     if all(source.built_in for source in opened):
-        return opened, rows
-    for name in (name for name, known in repositories.DATASETS.items() if known.kind in ("questions", "tests")):
-        folder = out / "downloads" / name / "val"
-        if any(folder.glob("*.parquet")):
-            rows.read(folder, name)
+        return opened, rows, []
+    asked = repositories.DATASETS if tests is None else tests
+    known = [name for name, known in repositories.DATASETS.items() if known.kind in ("questions", "tests")]
+    folders = {name: out / "downloads" / name / "val" for name in known if name in asked}
+    compared = [name for name, folder in folders.items() if any(folder.glob("*.parquet"))]
+    for name in compared:
+        rows.read(folders[name], name)
     if recipe.data == "tinyworld" or recipe.has_built_in_conversations:
         built_in_rows(rows, recipe.seed)
-    return opened, rows
+    return opened, rows, compared
 
 
 def _read(source: OpenSource, split: str, rows: TaskRows, facts: _Facts) -> Iterator[list[Message]]:

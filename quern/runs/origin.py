@@ -61,6 +61,7 @@ class Origin:
     tokens: str | None = None  # fingerprint of the token shards
     shards: str | None = None  # folder of the shards, relative to the output folder
     conversations: str | None = None  # fingerprint of the token ids for fine-tuning
+    tests: list[str] | None = None  # the public test sets that these were compared with; None: not recorded
     source: str | None = None  # SHA-256 of the recipe's Python file
     base: dict[str, Any] | None = None
     """The model that provided the initial weights: run (None for the same run), stage, step, tokens."""

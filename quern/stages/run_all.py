@@ -61,8 +61,9 @@ def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> i
     def check(base: Resolved, tokenizer: Tokenizer) -> None:
         """Whatever fine-tuning would refuse is refused before hours of pretraining, not after."""
         if fine_tune:
-            lessons = sft.prepare_lessons(with_absolute_paths(chat_recipe), base, tokenizer, session)
-            if run_dir.has_trained("sft") and (began := read_origin(run_dir.stage("sft"))):
+            began = read_origin(run_dir.stage("sft")) if run_dir.has_trained("sft") else None
+            lessons = sft.prepare_lessons(with_absolute_paths(chat_recipe), base, tokenizer, session, began)
+            if began is not None:
                 require_same(began, replace(began, conversations=lessons.fingerprint), run_dir, "sft")
 
     before = [_newest(run_dir, name) for name in stages]

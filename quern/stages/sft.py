@@ -17,7 +17,7 @@ from quern.machine import Machine
 from quern.mixture.prepare import Mixture, prepare_mixture
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe, Resolved, TrainRecipe
 from quern.resolve import fine_tuning_rates, resolve, sft_batch_rule
-from quern.runs.origin import compare, corpus_fingerprint, overlay, source_digest, with_absolute_paths
+from quern.runs.origin import Origin, compare, corpus_fingerprint, overlay, source_digest, with_absolute_paths
 from quern.runs.public_data import fetch_conversations
 from quern.runs.training import rates_fall, ready_model
 from quern.stages.session import Opening, Session, main_first
@@ -48,10 +48,11 @@ def run(recipe: Recipe, session: Session) -> int:
 def _run(asked: Recipe, session: Session) -> int:
     machine, run_dir, mesh, log = session.machine, session.run_dir, session.mesh, session.log
     session, first, base, tokenizer, start = session.begin(asked, "pretrain")
-    lessons = prepare_lessons(asked, base, tokenizer, session)
+    lessons = prepare_lessons(asked, base, tokenizer, session, None if start else first)
     recipe, batches, talks = lessons.recipe, lessons.batches, lessons.talks
     digest = source_digest(session.source) or first.source
-    origin = replace(first, recipe=recipe.to_json(), conversations=lessons.fingerprint, source=digest)
+    made = {"conversations": lessons.fingerprint, "tests": talks.tests, "source": digest}
+    origin = replace(first, recipe=recipe.to_json(), **made)
     changed = compare(None if start else first, origin, run_dir, session.stage, FOR_RL)
     weights = start and weights_of(start.tensors)
     model, facts, precision = ready_model(recipe, tokenizer, machine, mesh, log, weights=weights)
@@ -88,13 +89,16 @@ class Lessons:
         return corpus_fingerprint(self.talks.train, self.talks.val)
 
 
-def prepare_lessons(asked: Recipe, base: Resolved, tokenizer: Tokenizer, session: Session) -> Lessons:
+def prepare_lessons(
+    asked: Recipe, base: Resolved, tokenizer: Tokenizer, session: Session, began: Origin | None
+) -> Lessons:
     """Prepares the conversations, and refuses what fine-tuning on them would refuse. On a mesh every rank calls this.
     `quern run` calls this before pretraining too. asked: the user's recipe; base, tokenizer: recipe and tokenizer of
-    the base model."""
+    the base model; began: what the stage began with, None for one that begins."""
     recipe, out, mesh = sft_recipe(asked, base), session.run_dir.out, session.mesh
     with main_first(mesh):
-        talks = prepare_mixture(recipe, tokenizer, out, partial(fetch_conversations, out=out), session.log)
+        fetch, tests = partial(fetch_conversations, out=out), began and began.tests
+        talks = prepare_mixture(recipe, tokenizer, out, fetch, session.log, tests)
     recipe = fit_to_conversations(recipe, talks.train, mesh.dp)
     context, batch_tokens = recipe.model.context, recipe.sft.batch_tokens
     assert batch_tokens is not None  # `fit_to_conversations` filled it in

@@ -231,6 +231,20 @@ def test_a_test_row_in_a_file_of_the_user_is_an_error(tmp_path: Path) -> None:
         prepared(own, out)
 
 
+def test_a_resumed_run_compares_with_the_test_sets_that_it_began_with(tmp_path: Path) -> None:
+    """A test set that `quern evaluate` downloads in between would leave out a row, and change the conversations."""
+    rows = [{"messages": [{"role": "user", "content": f"{number} and a question of many words: how many eggs?"},
+                          {"role": "assistant", "content": "6"}]} for number in range(9)]  # fmt: skip
+    out = tmp_path / "out"
+    fetch = public("smoltalk", rows, rows[:2], out)
+    began = prepared("smoltalk", out, fetch=fetch)
+    public("arc_easy", [GSM8K], [{"question": rows[7]["messages"][0]["content"]}], out)
+    again = prepare_mixture(asking("smoltalk"), TOKENIZER, out, fetch, print, began.tests)
+    assert corpus_fingerprint(again.train, again.val) == corpus_fingerprint(began.train, began.val)
+    new = prepared("smoltalk", out, fetch=fetch)
+    assert (began.tests, new.tests, new.sources[0]["left_out"]) == ([], ["arc_easy"], 1)
+
+
 def test_the_built_in_worlds_questions_are_refused_where_it_is_learned(tmp_path: Path) -> None:
     question = tinyworld.questions(0, "word_problems", 3)[2].question
     own, out = write(tmp_path / "own.jsonl", [*talks(5), {"instruction": question, "output": "6"}]), tmp_path / "out"
