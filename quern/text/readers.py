@@ -339,3 +339,6 @@ def _parquet_rows(path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]
                     yield from ({**value, **unread} for value in batch.to_pylist())
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UnreadableError(str(cut_short(path, error))) from error
+    except (ValueError, OverflowError) as error:  # such as a time in nanoseconds
+        reason = f"a column holds a value that Python has no form for ({error})"
+        raise UnreadableError(f"{path}: {reason}: leave it out, or make it text") from error

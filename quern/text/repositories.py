@@ -203,7 +203,7 @@ def _splits(repository: Repository, name: HubName, split: str) -> dict[str, tupl
         if not found:
             folders = _list(sorted({file.rpartition("/")[0] for file in readable} - {""}))
             raise ValueError(f"{name}: there is no config or folder '{name.config}'; the folders are {folders}")
-        return _by_words(found, split)
+        return _by_words(_best(found), split)
     default = [key for key, one in configs.items() if one.get("default") or key == "default"]
     chosen = name.config or (default or list(configs))[0]
     if chosen not in configs or not (name.config or default or len(configs) == 1):
@@ -214,22 +214,28 @@ def _splits(repository: Repository, name: HubName, split: str) -> dict[str, tupl
     listed = body.get("data_files")
     if listed is None:
         folder = str(body.get("data_dir") or "").rstrip("/")
-        return _by_words(_matching(readable, f"{folder}/**") if folder else readable, split)
+        return _by_words(_best(_matching(readable, f"{folder}/**") if folder else readable), split)
     if isinstance(listed, str) or all(isinstance(one, str) for one in listed):
-        return {TRAIN: _matching(readable, listed)}
-    return {str(one["split"]): _matching(readable, one["path"]) for one in listed}
+        return {TRAIN: _best(_matching(readable, listed))}
+    return {str(one["split"]): _best(_matching(readable, one["path"])) for one in listed}
 
 
 def _readable(repository: Repository, name: HubName) -> tuple[str, ...]:
-    """The files of the best format that there is."""
+    """The files that quern reads, apart from descriptions."""
     safe = (file for file in repository.files if ".." not in file.split("/") and not file.startswith("/"))
     plain = sorted(file for file in safe if file.rpartition("/")[2] not in DESCRIPTIONS)
-    for wanted in ((".parquet",), (".jsonl",), READ):
-        if found := tuple(file for file in plain if format_of(Path(file)) in wanted):
-            return found
+    if found := tuple(file for file in plain if format_of(Path(file)) in READ):
+        return found
     converted = replace(name, revision="refs/convert/parquet")
     hint = "" if isinstance(name, _Copy) else f": many data sets have a copy in Parquet, at {converted}"
     raise ValueError(f"{name} has no file that ends in {' '.join(READ)}{hint}")
+
+
+def _best(files: Sequence[str]) -> tuple[str, ...]:
+    """The files of the best format among them."""
+    kinds = ((".parquet",), (".jsonl",), READ)
+    found = (tuple(file for file in files if format_of(Path(file)) in kind) for kind in kinds)
+    return next(filter(None, found), ())
 
 
 def _by_words(files: Iterable[str], split: str) -> dict[str, tuple[str, ...]]:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from quern.mixture.sources import read_rows
@@ -220,6 +222,15 @@ def test_parquet_gives_the_tokens_of_json_lines(tmp_path: Path) -> None:
         '{"name":"many","arguments":{"list":[{"a":1},{"b":2}]}}',
         "2*3",
     ]
+
+
+@pytest.mark.parametrize(("time", "unit"), [(1_700_000_000_123_456_789, "ns"), (10**18, "us")])
+def test_a_time_that_python_cannot_hold_is_an_error_that_names_the_file(tmp_path: Path, time: int, unit: Any) -> None:
+    kind = pa.struct([("role", pa.string()), ("content", pa.string()), ("time", pa.timestamp(unit))])
+    talk = pa.array([[{**USER, "time": time}, {**ANSWER, "time": time}]], pa.list_(kind))
+    pq.write_table(pa.table({"messages": talk}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet: a column holds a value that Python has no form for .*: leave it"):
+        list(read_conversations(tmp_path / "a.parquet"))
 
 
 CHAT = """12/03/24, 18:05 - Messages and calls are end-to-end encrypted.

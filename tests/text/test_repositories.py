@@ -72,10 +72,8 @@ SPLITS = [
         ("en/train-0.parquet de/train-0.parquet", "hf:a/b", "train", WIKI, ("de/train-0.parquet", "")),
         ("data/train_sft-0.parquet data/val-1.parquet data/val-x.parquet", "hf:a/b", "train_sft", SPLITS,
          ("data/train_sft-0.parquet", "data/val-1.parquet")),
-        ("x/test.parquet x/train.parquet y/train.parquet", "hf:a/b", "train",
-         [{"config_name": "one", "data_dir": "x/"}], ("x/train.parquet", "")),
-        ("data/train-0.parquet", "hf:a/b", "train", [{"config_name": "default", "drop_labels": True}],
-         ("data/train-0.parquet", "")),
+        ("x/test.csv y/test.csv", "hf:a/b", "test", [{"config_name": "c", "data_dir": "x/"}], ("x/test.csv", "")),
+        ("x.parquet", "hf:a/b", "train", [{"config_name": "default", "drop_labels": True}], ("x.parquet", "")),
         # There is no list: a config is a folder, a split a word.
         ("data/train-0.parquet data/train-1.parquet data/validation-0.parquet data/test-0.parquet", "hf:a/b", "train",
          [], ("data/train-0.parquet data/train-1.parquet", "data/validation-0.parquet")),
@@ -84,9 +82,11 @@ SPLITS = [
         ("books.jsonl.zst more/shard_000.jsonl.gz README.md", "hf:a/b", "train", [],
          ("books.jsonl.zst more/shard_000.jsonl.gz", "")),
         ("train.csv valid.csv notes/constraint.csv", "hf:a/b", "train", [], ("train.csv", "valid.csv")),
-        ("data/train_sft-0.parquet data/test_sft-0.parquet", "hf:a/b", "train_sft", [],
-         ("data/train_sft-0.parquet", "")),
-        # Parquet before JSON lines before others; descriptions are no data; paths that leave the folder are not read.
+        ("data/train_sft.parquet data/test_sft.parquet", "hf:a/b", "train_sft", [], ("data/train_sft.parquet", "")),
+        ("a.txt b.csv c/0.jsonl", "hf:a/b", "train", [{"config_name": "c", "data_files": "?.*"}], ("a.txt b.csv", "")),
+        ("en/train-0.parquet de/train-0.jsonl de/train-1.txt", "hf:a/b", "train", WIKI, ("de/train-0.jsonl", "")),
+        ("en/0.parquet de/train.csv de/dev.csv", "hf:a/b:de", "train", [], ("de/train.csv", "de/dev.csv")),
+        # Of these, Parquet before JSON lines before others; descriptions are no data; no path leaves the folder.
         ("a.txt b.jsonl c.parquet dataset_infos.json", "hf:a/b", "train", [], ("c.parquet", "")),
         ("a.txt ../b.txt /c.txt dataset_infos.json", "hf:a/b", "train", [], ("a.txt", "")),
     ],
