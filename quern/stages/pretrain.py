@@ -92,7 +92,8 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     packing = {"method": getattr(recipe.make_batches, "__qualname__", recipe.train.packing), **batches.report()}
     lines = overview(fitted, plan, session)
     if packing.get("cropped_share", 0) > 0:
-        lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")
+        instead = "" if recipe.make_batches else ": --train.packing best-fit loses none"
+        lines.append(f"{packing['cropped_share']:.1%} of the text is in no row{instead}")
     lines.append(f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens")
     facts = prepared.facts and {**prepared.facts, **fitted.facts, "packing": packing}
     backend = TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed)

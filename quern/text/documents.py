@@ -107,6 +107,7 @@ class _Skipped:
     odd: int = 0
     seen: int = 0
     bytes_read: int = 0
+    partly: int = 0  # records of the files that cannot be read, before the fault
     bad: list[tuple[int, Exception]] = field(default_factory=list)  # bytes and error of the files that cannot be read
 
     def skip(self, error: Malformed) -> None:
@@ -132,7 +133,8 @@ class _Skipped:
             if sum(size for size, _ in self.bad) > self.bytes_read:
                 instead = "cannot be read, with more than half of the bytes: leave them out (in --data: --data.exclude)"
                 raise type(error)(f"{error}; {told} {instead}")
-            log(f"skipped {told} that cannot be read; the first: {error}")
+            but = f", but for {self.partly:,} records before a fault" if self.partly else ""
+            log(f"skipped {told} that cannot be read{but}; the first: {error}")
 
     def _refusal(self) -> ValueError:
         are = "is" if self.odd == 1 else "are"
@@ -173,6 +175,7 @@ def converted(
     """
     skipped, tolerant = _Skipped(log), log is not None and len(paths) > 1
     for path in paths:
+        before = skipped.seen - skipped.odd
         try:
             values = read_records(path, wanted, separator, encoding, whole)
             records = ((_convert(value, convert, path, record, refusal), record) for value, record in values)
@@ -189,6 +192,7 @@ def converted(
         except (UnreadableError, OSError) as error:
             if not tolerant:
                 raise
+            skipped.partly += skipped.seen - skipped.odd - before
             skipped.bad.append((path.stat().st_size if path.exists() else 0, error))
     skipped.finish(len(paths))
 

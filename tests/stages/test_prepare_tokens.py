@@ -18,6 +18,8 @@ from tiktoken_ext import openai_public
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from quern.cli.main import main
+from quern.data.loader import Loader
+from quern.data.shards import Corpus
 from quern.generate.engine import Engine
 from quern.mesh import alone
 from quern.recipe import Resolved, TextRecipe
@@ -125,6 +127,26 @@ def test_text_beside_a_bin_file_is_text_and_what_describes_tokens_is_not(tmp_pat
     (folder / "out").mkdir()
     (folder / "out" / "metrics.jsonl").write_text("{}", encoding="utf-8")
     assert is_tokens(str(folder), folder / "out") and not is_tokens(str(folder))
+
+
+def cropped(recipe: Resolved, corpus: Corpus) -> Loader:
+    return Loader(corpus, recipe.model.context, 4, recipe.data_seed, "best-fit", too_long="crop")
+
+
+def test_a_packing_is_not_advised_where_the_recipe_makes_its_own_batches(tmp_path: Path, tokenizer: str) -> None:
+    recipe = replace(
+        GPT_RECIPE,
+        depth=1,
+        data=str(write_bin(tmp_path / "x.bin", texts(80))),
+        text=TextRecipe(tokenizer=tokenizer),
+        model=replace(GPT_RECIPE.model, width=32, head_dim=16, context=16),
+        train=replace(GPT_RECIPE.train, steps=1, batch_tokens=64),
+        make_batches=cropped,
+    )
+    said: list[str] = []
+    run_dir = RunDir(tmp_path / "out", "cropped")
+    assert pretrain.run(recipe, Session(stage="pretrain", machine=CPU, run_dir=run_dir, log=said.append)) == 0
+    assert any(line.endswith("% of the text is in no row") for line in said), said
 
 
 def test_gpt_fills_up_a_foreign_vocabulary_and_never_writes_what_fills_it(tmp_path: Path, tokenizer: str) -> None:

@@ -142,6 +142,15 @@ def test_the_odd_bad_file_is_skipped_and_counted_and_a_bad_half_is_refused(tmp_p
     assert said == [line], "a refusal is no note beside a success"
 
 
+def test_what_was_read_of_a_file_before_its_fault_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("good " * 999, encoding="utf-8")
+    (tmp_path / "odd.csv").write_text("text\n" + "row\n" * 100 + '"x" y\n' + "row\n" * 100, encoding="utf-8")
+    said: list[str] = []
+    found = list(read(tmp_path, log=said.append))
+    assert len(found) == 101 and len(said) == 1
+    assert said[0].startswith("skipped 1 of 2 files that cannot be read, but for 100 records before a fault; the first")
+
+
 @pytest.mark.parametrize("delimiter", [";", "\t", ","])
 def test_the_separator_of_a_table_is_found(tmp_path: Path, delimiter: str) -> None:
     path = tmp_path / "a.csv"
