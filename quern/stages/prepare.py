@@ -28,7 +28,7 @@ from quern.stages.encode import StartWorkers, on_processes, write_shards
 from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
 from quern.stages.tokenizers import Read, Source, named_tokenizer, train_tokenizer
 from quern.temporaries import alone_in, remove_abandoned
-from quern.text.clean.steps import read_records, recorded
+from quern.text.clean.steps import Cleaned, read_records, recorded
 from quern.text.documents import read, warning_of
 from quern.text.readers import UTF8, format_of, text_megabytes
 from quern.text.repositories import TRAIN, local_copy
@@ -106,13 +106,20 @@ def open_source(recipe: Resolved, out: Path, log: Callable[[str], None] = lambda
 
 
 def _filter(recipe: Resolved, texts: Read) -> tuple[Read, list[str]]:
-    """The texts after the recipe's `make_documents`, and what a fingerprint needs to know of it."""
+    """The texts after the recipe's `make_documents`, and what a fingerprint needs to know of it, when both are open."""
     make = recipe.make_documents
     if make is None:
         return texts, []
     # Another filter makes another text. Its constants and helpers are in its file, so the whole file counts.
     marks = [make.__qualname__, inspect.getsource(inspect.getmodule(make) or make)]
-    return lambda split: iter(make(texts(split), split)), marks
+
+    def filtered(split: str) -> Iterator[str]:
+        made = make(texts(split), split)
+        found = {step.mark for step in made.steps if step.mark} if isinstance(made, Cleaned) else set[str]()
+        marks[2:] = sorted(found.union(marks[2:]))
+        return iter(made)
+
+    return filtered, marks
 
 
 def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source:

@@ -21,7 +21,7 @@ from quern.resolve import resolve
 from quern.stages.prepare import Prepared, open_source, prepare
 from quern.stages.tokenizers import sampled, train_tokenizer
 from quern.temporaries import alone_in
-from quern.text.clean.steps import Cleaned, Step, exact_duplicates
+from quern.text.clean.steps import Cleaned, Step, benchmark_questions, exact_duplicates
 from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
 from tests.support.memory_corpus import texts_of
@@ -95,6 +95,18 @@ def test_what_cleaning_removed_is_a_fact_of_the_run_also_when_nothing_is_made_ag
             for step, count in removed.items()
         ]
         assert min(removed.values()) > 0
+
+
+def test_other_passages_make_another_text(tmp_path: Path) -> None:
+    texts = documents(90)
+    plain, found = recipe_for(write_jsonl(tmp_path / "t.jsonl", texts)), list[str]()
+    for passage in ("no such words are in it at all", texts[3], texts[3]):
+        recipe = replace(plain, make_documents=lambda read, _, one=passage: Cleaned(read, [benchmark_questions([one])]))
+        source = open_source(recipe, tmp_path / "out")
+        found.append(source.fingerprint)
+        assert source.fingerprint == open_source(recipe, tmp_path / "out").fingerprint
+        assert (texts[3] in source.read("train")) == (passage != texts[3])
+    assert found[0] != found[1] == found[2]
 
 
 def test_every_document_is_in_exactly_one_split(tmp_path: Path) -> None:

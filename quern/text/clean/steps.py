@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from quern.data.token_file import fingerprint
 from quern.records import read_json
 from quern.temporaries import write_whole
 from quern.validate import extra
@@ -36,6 +37,7 @@ SHORTEST = 5
 class Step:
     name: str  # for the report
     keep: Callable[[str], bool]  # whether a document stays
+    mark: str = ""  # a digest of data from outside the recipe's file: other data makes another text
 
 
 class Cleaned(Iterator[str]):
@@ -158,8 +160,9 @@ def benchmark_questions(passages: Iterable[str]) -> Step:
 
     `quern evaluate --contamination` counts by the same rule (`Passages`), so that it then counts none.
     """
+    passages = tuple(passages)
     known = Passages(passages)
-    return Step("benchmark questions", lambda text: next(known.found_in(text), None) is None)
+    return Step("benchmark questions", lambda text: next(known.found_in(text), None) is None, fingerprint(*passages))
 
 
 def split_words(text: str) -> list[str]:
