@@ -261,12 +261,14 @@ def connect(
             waits five times the timeout (github.com/pytorch/gloo/issues/520), so the caller must set a time limit.
 
     Raises:
-        ValueError: when tp does not divide the number of ranks, or one replica would share its parameters.
+        ValueError: when tp does not divide the number of ranks, one replica would share its parameters, or Metal computes.
         TimeoutError: when not all ranks arrive in time.
     """
     refuse_uneven(ranks, tp, zero)
     if ranks == 1:
         return alone()
+    if device.type == "mps":  # neither gloo nor torch's device mesh knows it
+        raise ValueError("several ranks cannot compute on Metal: add --device cpu, or leave out --ranks")
     stores: list[Any] = []
     one_a_machine = to_stderr if environment().get("LOCAL_RANK", "0") == "0" else lambda line: None
     with waiting(lambda: _absent(stores, ranks), timeout.total_seconds(), one_a_machine):

@@ -104,8 +104,9 @@ class Meter(AbstractContextManager["Meter"]):
 
     def _draw(self, done: float, note: str) -> None:
         if self.bar is None:
-            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-            self.bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console, transient=True)
+            heading, remark = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[note]"))
+            columns = heading, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), remark
+            self.bar = Progress(*columns, console=self.console, transient=True)
             self.bar.add_task(f"{self.title} ({self.unit})", total=self.total, note=note)
         self.bar.update(self.bar.tasks[0].id, completed=done, total=self.total, note=note)
         self.bar.start()  # starting before the update would show an empty bar

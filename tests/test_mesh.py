@@ -4,9 +4,10 @@ import threading
 from datetime import timedelta
 
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore
 
-from quern.mesh import _meet, _open_store
+from quern.mesh import _meet, _open_store, connect
 from tests.support.ranks import free_port
 
 SECONDS = timedelta(seconds=20)
@@ -28,6 +29,11 @@ def met(store: HashStore, ranks: list[int], of: int) -> dict[int, int]:
     for thread in threads:
         thread.join()
     return found
+
+
+def test_ranks_on_metal_are_refused() -> None:
+    with pytest.raises(ValueError, match="several ranks cannot compute on Metal: add --device cpu"):
+        connect(1, torch.device("mps"), 0, 2)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])

@@ -62,8 +62,8 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
     with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(theirs, "w", encoding="utf-8") as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
         monkeypatch.setenv("TERM", "xterm")
-        with long_since(Meter("grinding", 10, "sacks")) as meter:
-            meter.at(3, "fine")
+        with long_since(Meter("grinding [de]", 10, "sacks")) as meter:
+            meter.at(3, "fine [/b]")
             meter.log("a stone broke")
             assert meter.bar is not None and meter.bar.tasks[0].completed == 3
         terminal.flush()
@@ -71,5 +71,5 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
         while select.select([screen], [], [], 0.2)[0]:
             shown += screen.read(65536).decode()
     assert "0/10" not in shown
-    assert "grinding (sacks)" in shown and "3/10" in shown and "a stone broke\r\n" in shown
+    assert "grinding [de] (sacks)" in shown and "3/10" in shown and "fine [/b]" in shown and "a stone broke\r\n" in shown
     assert shown.rstrip().endswith("\x1b[2K")  # the bar's line is cleared

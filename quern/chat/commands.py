@@ -26,12 +26,12 @@ from quern.field_types import Count, Seed, annotations_of, refuse_outside
 from quern.flags.check_flags import read_value
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
+from quern.mixture.sources import to_messages
 from quern.records import read_regular
 from quern.stages.complete import complete
 from quern.temporaries import plainly, write_whole
 from quern.terminal import listed, printable
 from quern.text.chat import parts
-from quern.text.conversations import to_messages
 from quern.text.tokenizer import Tokenizer, well_formed
 from quern.validate import nearest
 

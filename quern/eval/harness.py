@@ -85,6 +85,8 @@ class LM(TemplateLM):
 
     def _example(self, group: Sequence[Pair]) -> Example:
         """Requests under one context, as the rows of one example."""
+        bos = [self.text.bos]  # older lm-eval puts it before a continuation without a context, where text never has it
+        group = [(text, context, ids[1:] if ids[:1] == bos else ids) for text, context, ids in group]
         for request, _, continuation in group:
             if not continuation:
                 raise ValueError(f"a continuation is empty: leave out its task ({str(request)[:80]})")

@@ -68,8 +68,9 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 def half_frequencies(head_dim: int, base: float, device: torch.device) -> Tensor:
     """Radians per token (E / 2,): the first half of the pairs turn, by 1 to 1/base."""
-    turning = torch.linspace(0, 1, head_dim // 4, dtype=torch.float32, device=device)
-    return F.pad(base**-turning, (0, head_dim // 2 - head_dim // 4))
+    turning = head_dim // 4
+    exponents = torch.arange(turning, dtype=torch.float32, device=device) / max(1, turning - 1)
+    return F.pad(base**-exponents, (0, head_dim // 2 - turning))
 
 
 def offset(k: Tensor, valid_BT: Tensor | None) -> Tensor:

@@ -39,7 +39,7 @@ class Rollout:
     prompt: list[int]
     ids: list[int]
     sampled: list[bool]  # whether the model chose the token; a tool's output is forced
-    logprobs: list[float]  # in sampling; of a reply that is kept for several updates, in training
+    logprobs: list[float]  # in sampling; in training where updates or the reference need them
     reward: float  # minus the penalty for its length
     right: bool
     truncated: bool
@@ -208,17 +208,16 @@ class Rollouts:
                     ]
             waiting = [slot for slot in waiting if slot not in kept]
         rows = [one for slot in sorted(kept) for one in kept[slot]]
-        if settings.kl and rows:
-            rows = self._with_divergence(rows)
-        if settings.updates > 1:
-            before = self.logprobs(rows) if rows else []
+        if rows and (settings.kl or settings.updates > 1):
+            before = self.logprobs(rows)
             rows = [replace(one, logprobs=values.tolist()) for one, values in zip(rows, before, strict=True)]
-        return rows
+        return self._with_divergence(rows) if settings.kl and rows else rows
 
     def _with_divergence(self, rows: Sequence[Rollout]) -> list[Rollout]:
         """Adds the gradient of the divergence from the reference (`divergence`) to the weights."""
         found = []
-        for one, values, reference in zip(rows, self.logprobs(rows), self.logprobs(rows, self.reference), strict=True):
+        for one, reference in zip(rows, self.logprobs(rows, self.reference), strict=True):
+            values = np.array(one.logprobs, dtype=np.float32)
             pull = self.settings.kl * np.expm1(reference - values)  # minus the derivative of k3 by log p
             found.append(replace(one, weights=(np.array(one.weights) + pull).tolist()))
         return found

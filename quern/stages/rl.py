@@ -180,8 +180,8 @@ def validation(rollouts: Rollouts, mesh: Mesh) -> Evaluator:
         rows = [one for _, group in found for one in group]
         own = np.array([flag for one in rows for flag in one.sampled], dtype=bool)
         sampled = np.array([value for one in rows for value in one.logprobs])
-        now = np.concatenate([*rollouts.logprobs(rows), np.zeros(0)])[: len(own)]
-        first = np.concatenate([*rollouts.logprobs(rows, rollouts.reference), np.zeros(0)])[: len(own)]
+        now = np.concatenate([*rollouts.logprobs(rows), np.zeros(0)])
+        first = np.concatenate([*rollouts.logprobs(rows, rollouts.reference), np.zeros(0)])
         sums = np.zeros((len(rollouts.environments), 3))
         for number, group in found:
             right = sum(one.right for one in group)

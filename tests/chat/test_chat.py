@@ -301,6 +301,13 @@ def test_a_conversation_with_calls_is_loaded(chat: Recorded, tmp_path: Path) -> 
     assert following == render_prompt(TOKENIZER, [*SAVED, {"role": "user", "content": "And 2 + 2?"}])
 
 
+@pytest.mark.parametrize("row", [{"question": "One?", "answer": "1"}, {"question": "?", "choices": ["a"], "answer": 0}])
+def test_a_row_of_a_question_set_is_loaded(chat: Recorded, tmp_path: Path, row: dict[str, Any]) -> None:
+    path = tmp_path / "row.json"
+    path.write_text(json.dumps(row), encoding="utf-8")
+    assert "(loaded: 1 question and its reply)" in chat.enter(f"/load {path}")
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

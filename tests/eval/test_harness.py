@@ -72,6 +72,9 @@ def test_log_probabilities_are_those_of_one_request_at_a_time(loaded: LoadedMode
         expected, likeliest = scores_alone(loaded.model, text, row[cut:], start - cut)
         assert score == pytest.approx(expected, abs=1e-3) and greedy == likeliest
     assert found[0] == pytest.approx(found[-1])
+    bos, ids = [text.bos], text.encode("the baker")
+    without, doubled = (lm._loglikelihood_tokens([(None, bos, row)]) for row in (ids, [*bos, *ids]))  # older lm-eval
+    assert doubled == without
     assert lm.prefix_token_id == text.bos and lm.tok_encode("<|bos|>")[0] == text.bos
     assert text.bos not in lm.tok_encode("<|bos|>")[1:]
     with pytest.raises(ValueError, match="a continuation has .* tokens, and the context is 48"):

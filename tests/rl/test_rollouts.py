@@ -111,6 +111,49 @@ def test_the_steps_of_a_round_share_its_replies() -> None:
     assert first and second and sorted(first + second) == sorted(whole.batch(0).targets.tolist())
 
 
+def test_a_later_step_of_a_round_weighs_tokens_by_their_clipped_ratios() -> None:
+    state, settings = rl_state(alone()), replace(SETTINGS, updates=2)
+    rollouts = rollouts_of(state, settings)
+    rollouts.batch(0)
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.mul_(2.0)
+    batch = rollouts.batch(1)
+    assert batch.weight is not None
+    kept = {(*one.prompt, *one.ids): one for one in rollouts._kept}
+    changed = 0
+    for row in range(len(batch.tokens)):
+        length = int(np.flatnonzero(batch.mask[row])[-1]) + 2
+        one = kept[(int(batch.tokens[row, 0]), *batch.targets[row, : length - 1].tolist())]
+        [now] = rollouts.logprobs([one])
+        before, advantage = np.array(one.logprobs), np.array(one.weights)
+        expected = clipped_ratios(now, before, advantage, settings.clip_low, settings.clip_high)
+        assert batch.weight[row][one.span] == pytest.approx(expected, abs=1e-4)
+        changed += int((np.abs(expected - advantage) > 0.01).sum())
+    assert changed
+
+
+def test_advantages_are_penalized_and_normalized_as_the_settings_say() -> None:
+    state = rl_state(alone())
+    plain, scaled = (rollouts_of(state, replace(SETTINGS, normalize=one)).batch(0).weight for one in (False, True))
+    assert plain is not None and scaled is not None and np.abs(scaled).max() > 1.01 * np.abs(plain).max()
+    long = Environment("long", ask, lambda item, reply: 0.5)
+    rollouts = rollouts_of(state, replace(SETTINGS, overlong_tokens=4), long)
+    rollouts.batch(0)
+    rewards = [(one.reward, len(one.ids)) for one in rollouts._kept]
+    assert rewards and {0.5 - overlong_penalty(length, SETTINGS.max_tokens, 4) for _, length in rewards} > {0.5}
+    assert all(found == 0.5 - overlong_penalty(length, SETTINGS.max_tokens, 4) for found, length in rewards)
+
+
+def test_a_round_computes_the_log_probabilities_of_its_replies_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, reference, asked = rl_state(alone()), rl_state(alone(), seed=2).model, list[Any]()
+    rollouts = rollouts_of(state, replace(SETTINGS, kl=0.5, updates=2), reference=reference)
+    computed = rollouts.logprobs
+    monkeypatch.setattr(rollouts, "logprobs", lambda rows, model=None: asked.append(model) or computed(rows, model))
+    rollouts.batch(0)
+    assert asked == [None, reference]
+
+
 def test_prompts_that_do_not_fit_are_left_out() -> None:
     long = Environment("long", lambda seed: question(f"{'mill ' * 90}{seed[-3:]}", ""), lambda item, reply: 1.0)
     rollouts = rollouts_of(rl_state(alone()), SETTINGS, long)
