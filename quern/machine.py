@@ -96,8 +96,8 @@ def detect(
     device: str | None = None, dtype: str | None = None, compile: bool = True, threads: int | None = None
 ) -> Machine:
     """Decides how to use this machine. Every argument overrides one decision: device "cpu", "cuda" or "mps", dtype
-    "bf16" or "fp32", torch.compile where it works, and the CPU threads. Raises ValueError, which names the valid
-    values, for a device that is not here."""
+    "bf16" or "fp32", torch.compile where it works, and the CPU threads. A rank takes the GPU of its number. Raises
+    ValueError, which says what is valid, for a device that is not here."""
     notes: list[str] = []
     chosen = _device(device)
     if threads is not None:
@@ -122,7 +122,12 @@ def _device(name: str | None) -> torch.device:
     available = [kind for kind, here in usable.items() if here]
     if name not in (None, *available):
         raise ValueError(f"device '{name}' is not available here: use one of {', '.join(available)}")
-    return torch.device(name or available[0])
+    chosen = torch.device(name or available[0])
+    if chosen.type == "cuda" and (rank := environment().get("LOCAL_RANK")):
+        if int(rank) >= (count := torch.cuda.device_count()):
+            raise ValueError(f"every rank needs a GPU, and there are {count}: give fewer --ranks, or --device cpu")
+        torch.cuda.set_device(int(rank))
+    return chosen
 
 
 def _compute_dtype(device: torch.device) -> torch.dtype:

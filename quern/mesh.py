@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.autograd.profiler import record_function
-from torch.distributed.device_mesh import init_device_mesh
+
 from torch.distributed.distributed_c10d import PrefixStore
 
 from quern.process import environment, to_stderr, waiting
@@ -261,13 +261,13 @@ def connect(
             waits five times the timeout (github.com/pytorch/gloo/issues/520), so the caller must set a time limit.
 
     Raises:
-        ValueError: when tp does not divide the number of ranks, one replica would share its parameters, or Metal computes.
+        ValueError: when tp does not divide the number of ranks, one replica would share its parameters, or on Metal.
         TimeoutError: when not all ranks arrive in time.
     """
     refuse_uneven(ranks, tp, zero)
     if ranks == 1:
         return alone()
-    if device.type == "mps":  # neither gloo nor torch's device mesh knows it
+    if device.type == "mps":  # gloo cannot send its tensors
         raise ValueError("several ranks cannot compute on Metal: add --device cpu, or leave out --ranks")
     stores: list[Any] = []
     one_a_machine = to_stderr if environment().get("LOCAL_RANK", "0") == "0" else lambda line: None
@@ -277,11 +277,13 @@ def connect(
     met()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-    mesh = init_device_mesh(device.type, (ranks // tp, tp), mesh_dim_names=("data", "model"))
-    progress = Progress()
-    found = {"data": mesh.get_group("data"), "model": mesh.get_group("model"), "world": dist.group.WORLD}
-    groups = {}
-    for name, group in found.items():
+    progress, groups = Progress(), dict[str, ProcessGroup]()
+    replicas = [list(range(first, first + tp)) for first in range(0, ranks, tp)]
+    for name, of in {"data": list(zip(*replicas, strict=True)), "model": replicas, "world": None}.items():
+        if of is None or len(of) == 1:  # all ranks
+            group = dist.group.WORLD
+        else:  # torch's device mesh would leave its groups at the backend's own timeout
+            group, _ = dist.new_subgroups_by_enumeration([list(one) for one in of], timeout=timeout)
         groups[name] = ProcessGroup(name, dist.get_world_size(group), dist.get_rank(group), group, progress)
     return Mesh(ranks // tp, tp, rank, **groups, progress=progress, store=store, zero=zero)
 

@@ -22,6 +22,21 @@ def test_every_decision_can_be_overridden() -> None:
     assert detect("cpu", "fp32", compile=False, threads=1).dtype == torch.float32
 
 
+def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    for name, value in ("is_available", True), ("device_count", 2), ("get_device_capability", (9, 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert detect("cpu", "fp32", compile=False).device.type == "cpu" and taken == []
+    assert detect("cuda", compile=False).dtype == torch.bfloat16 and taken == [1]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(
+        ValueError, match="every rank needs a GPU, and there are 2: give fewer --ranks, or --device cpu"
+    ):
+        detect("cuda", compile=False)
+
+
 def test_bf16_is_chosen_on_a_cpu_only_where_it_is_measured_faster() -> None:
     """The decision is a measurement. Where it is clear on this machine, `detect` must agree with it."""
     if torch.cuda.is_available() or torch.backends.mps.is_available():

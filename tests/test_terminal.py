@@ -71,5 +71,7 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
         while select.select([screen], [], [], 0.2)[0]:
             shown += screen.read(65536).decode()
     assert "0/10" not in shown
-    assert "grinding [de] (sacks)" in shown and "3/10" in shown and "fine [/b]" in shown and "a stone broke\r\n" in shown
+    assert (
+        "grinding [de] (sacks)" in shown and "3/10" in shown and "fine [/b]" in shown and "a stone broke\r\n" in shown
+    )
     assert shown.rstrip().endswith("\x1b[2K")  # the bar's line is cleared

@@ -98,6 +98,7 @@ def shard_model(model: Any, mesh: Mesh) -> Any:
     group = mesh.model
     if group.size == 1:
         return model
+    refuse_tied(model, "--tp 1")
     plan = plan_of(model)
     dims = {name: plan.dim_of(name) for name, _ in model.named_parameters()}
     _check_sizes(model, dims, group.size, mesh.world.size)
@@ -118,6 +119,14 @@ def shard_model(model: Any, mesh: Mesh) -> Any:
         Region(group).wrap(region)
     Stream(group, tuple(_owner(model, name) for name, dim in dims.items() if dim is None)).wrap(model)
     return model
+
+
+def refuse_tied(model: nn.Module, advice: str) -> None:
+    """Raises ValueError, with the advice, for a model of which two modules share a parameter."""
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (other := names.setdefault(parameter, name)) != name:
+            raise ValueError(f"{other} and {name} are one parameter, which cannot be cut: use {advice}")
 
 
 def regions_of(model: nn.Module) -> list[nn.Module]:

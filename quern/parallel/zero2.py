@@ -235,8 +235,8 @@ class Zero2:
         """Restores this rank's part of whole logical tensors, bit for bit, and sets the parameters from the masters.
 
         Held gradients of another number of replicas are summed. weights_alone: takes the masters, drops held gradients,
-        and leaves the other state as it is. Every rank calls this. Raises ValueError on all of them, with nothing
-        changed, for a tensor that is missing, unknown or of another shape.
+        and begins the other state anew. Every rank calls this. Raises ValueError on all of them, with nothing changed,
+        for a tensor that is missing, unknown or of another shape.
         """
         kinds = "master." if weights_alone else ""
         held = [(bucket.held, bucket.held_steps) for bucket in self.buckets]
@@ -269,6 +269,9 @@ class Zero2:
         for name, part in own.items():
             part.tensor.copy_(part.of(tensors[name]))
         for bucket in self.buckets:
+            if weights_alone:
+                for name, fresh in bucket.rule.init_state(bucket.masters).items():  # may be of the weights, as MuonH's
+                    bucket.state[name].copy_(fresh)
             bucket.round_masters()
         for bucket in self.buckets:
             bucket.wait()

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
+from quern.kernels.softcap import has_kernel
 from quern.mesh import Pending
 from quern.model.base import wrap_calls
 from quern.model.layers import Embedding
 from quern.optim.groups import ParameterGroup
 from quern.parallel.buckets import Bucket
+from quern.parallel.plan import refuse_tied
 from quern.parallel.tensor import VocabularyEmbedding
 from quern.parallel.zero2 import Zero2, refuse_silent
 
@@ -94,11 +96,15 @@ def allocate(buffer: Tensor) -> None:
 
 class Zero3(Zero2):
     """Updates the parameters of `groups`, and wraps the modules of `model`, which is compiled already, to gather
-    theirs."""
+    theirs. Raises ValueError for a cap without a kernel, whose loss keeps the head for its backward pass, and for
+    modules that share a parameter."""
 
     fetched_ahead = 1_000_000  # all
 
     def __init__(self, model: Any, groups: Sequence[ParameterGroup], **options: Any) -> None:
+        refuse_tied(model, "--zero 2")
+        if not has_kernel(model.cap):
+            raise ValueError(f"--zero 3 needs a cap that the loss kernel knows, not {model.cap}: use --zero 2")
         parts = parts_of(model)
         super().__init__(groups, parts=numbers_of(parts), **options)
         self.gathered = [

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from quern.compiler import eager
 from quern.generate.engine import Engine
 from quern.mesh import Mesh
 from quern.parallel.plan import shard_model
@@ -100,7 +101,8 @@ def _run(asked: Recipe, session: Session) -> int:
     opening = Opening([told], changed, tokenizer, start and start.facts_in(run_dir, facts), data)
     backend = TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed)
     session = replace(session, shown=lambda *step: f"reward {rollouts.tally.means()['reward']:.3f}")
-    return session.train(backend, rollouts, plan, origin, opening)
+    with eager():  # the loss too would be compiled for each number of tokens, and from a certain one on no more
+        return session.train(backend, rollouts, plan, origin, opening)
 
 
 def _environments(rl: RlRecipe, session: Session) -> list[Environment]:

@@ -279,8 +279,6 @@ def joined(
     timer.daemon = True
     with prompt_signals(dict.fromkeys((signal.SIGTERM, signal.SIGINT), _TerminatedError)):
         try:
-            if torch.cuda.is_available():
-                torch.cuda.set_device(here.local_rank)
             machine = detect(threads or max(1, (os.cpu_count() or 1) // here.ranks))
             mesh = connect(tp, machine.device, here.rank, here.ranks, met=timer.start, zero=zero)
             timer.cancel()

@@ -97,6 +97,7 @@ class TrainState(Counters):
         Raises:
             ValueError: The weights are another model's; then nothing has changed.
         """
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("held")}  # another loss's
         try:
             self.optimizer.load_state_tensors(tensors)
         except ValueError:  # another optimizer: the weights alone, which must fit

@@ -136,7 +136,12 @@ def train_on(
     part = accumulate(state, batch, machine, multipliers.progress)
     state.optimizer.mesh.data.all_reduce(part).wait()
     norm = state.optimizer.grad_norm()
-    loss, norm_value = torch.stack([part, norm]).tolist()  # the step's wait for the device
+    progress = state.optimizer.mesh.progress
+    progress.waiting = True  # on a GPU the collectives above end here
+    try:
+        loss, norm_value = torch.stack([part, norm]).tolist()
+    finally:
+        progress.waiting = False
     verdict = state.guard.observe(bool(np.isfinite(loss) and np.isfinite(norm_value)))
     if verdict == "step":
         if clip_norm is not None:

@@ -44,6 +44,8 @@ def test_what_cannot_be_cut_is_refused_and_unchanged() -> None:
     dropping = sharded.whole_model("llama")
     dropping.blocks[0].mlp.dropout = nn.Dropout(0.1)
     odd = Llama(replace(sharded.SHAPE, mlp_width=86))
+    tied = sharded.whole_model("gpt")
+    tied.head.weight = tied.embedding.weight
     for model, shards, message in (
         (
             sharded.whole_model("gpt"),
@@ -55,6 +57,7 @@ def test_what_cannot_be_cut_is_refused_and_unchanged() -> None:
         (odd, 4, r"86 indices of blocks.0.mlp.gate_up along dim 1 evenly: .*one of \[1, 2\]"),
         (dropping, 2, "'blocks.0.mlp.dropout' drops some of a shard's channels"),
         (Extended(), 2, "places 'temperature' 0 times"),
+        (tied, 2, "embedding.weight and head.weight are one parameter, which cannot be cut: use --tp 1$"),
         (nn.Linear(2, 2), 2, r"no plan says how to cut Linear \(GPT, Llama, UNet have one\): use --tp 1$"),
     ):
         shapes = [p.shape for p in model.parameters()]

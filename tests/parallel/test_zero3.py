@@ -19,6 +19,7 @@ from quern.parallel import zero3
 from quern.parallel.buckets import Bucket
 from quern.train.state import build_model, build_state, compile_model
 from quern.train.step import train_step
+from tests.parallel.sharded import whole_model
 from tests.parallel.test_traffic import CONTEXT, ROWS, recipe, small_cuts, stepping
 from tests.support.deviation import deviation
 from tests.support.ranks import Ranks
@@ -71,6 +72,24 @@ def test_one_replica_has_nothing_to_share(capsys: pytest.CaptureFixture[str]) ->
     assert "--zero 3 shares parameters among replicas, and there is one" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--zero 3 shares"):  # as started by torchrun
         connect(2, torch.device("cpu"), 0, 2, zero=3)
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    capped, tied = whole_model("gpt"), whole_model("gpt")
+    capped.cap = torch.tanh
+    tied.head.weight = tied.embedding.weight
+    for model, reason in (capped, "needs a cap that the loss kernel knows"), (tied, "are one parameter"):
+        with pytest.raises(ValueError, match=f"{reason}.*: use --zero 2"):
+            zero3.Zero3(model, [])
+
+
+def timeouts(mesh: Mesh) -> list[float]:
+    groups = (group.group for group in (mesh.data, mesh.model, mesh.world))
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_group_has_the_time_limit_of_the_start(ranks: Ranks) -> None:
+    assert ranks(4, "tests.parallel.test_zero3:timeouts", tp=2) == [[60.0] * 3] * 4
 
 
 def trained(mesh: Mesh, architecture: str, dtype: str, compiled: bool = False, recomputed: int = 0) -> list[Any]:

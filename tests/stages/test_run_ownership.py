@@ -275,6 +275,8 @@ def test_one_command_begins_a_run_and_goes_on_with_it(runs: Runs) -> None:
 
 
 REWARD = """
+from threading import get_ident
+from quern.compiler import _eager
 from quern.eval.task import question
 from quern.rl.environment import Environment
 
@@ -286,7 +288,8 @@ RL = "--rl.steps 1 --rl.groups 1 --rl.samples 2 --rl.max-tokens 2 --rl.val-quest
 def test_a_stage_that_failed_in_its_first_step_begins_again(runs: Runs) -> None:
     """Its step 0, a copy of the model that it began with, is no model of its own."""
     reward = runs.folder / "mine.py"
-    for answer, code in (("1 // 0", 1), ("1.0", 0)):
+    eagerly = "1.0 if get_ident() in _eager else 1 // 0"  # compiled, the loss would be so for each number of tokens
+    for answer, code in (("1 // 0", 1), (eagerly, 0)):
         reward.write_text(REWARD.format(answer), encoding="utf-8")
         assert runs("rl", *RL, "--rl.rewards", reward) == code
         assert runs.steps("rl") == [0, 1][: 2 - code]

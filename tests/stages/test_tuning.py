@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from quern.optim.groups import table
+from quern.optim.muon import MuonH, norms
 from quern.optim.schedule import Multipliers
 from quern.recipe import IN_FINE_TUNING, ConversationSource, Resolved, RlRecipe, SftRecipe, TrainRecipe
 from quern.recipes import gpt, llama
@@ -17,9 +19,10 @@ from quern.rl.environment import draw_item, load_environment
 from quern.stages import sft
 from quern.stages.rl import rl_recipe
 from quern.stages.sft import fit_to_conversations, sft_recipe
+from quern.train.state import build_model, build_state
 from quern.train.step import train_step
 from tests.support.memory_corpus import memory_corpus
-from tests.support.toy_training import CPU, ROWS, toy_loader, toy_state
+from tests.support.toy_training import CPU, ROWS, toy_loader, toy_recipe, toy_state
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -92,6 +95,30 @@ def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
 def test_values_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         (rl_recipe if "rl" in changes else sft_recipe)(replace(gpt.RECIPE, **changes), BASE)
+
+
+def test_another_optimizer_begins_with_the_weights_it_was_given() -> None:
+    """MuonH keeps the norms of the weights; those of the random ones that were built would undo the training."""
+
+    def on_a_sphere(recipe: Resolved) -> Any:
+        rules = table(recipe)
+        return rules | {"matrices": rules["matrices"]._replace(rule=MuonH())}
+
+    recipe = replace(toy_recipe(), make_rules=on_a_sphere)
+    base, tuned = toy_state(), build_state(recipe, CPU, build_model(recipe, CPU, 7))
+    assert not tuned.go_on(base.tensors(), base.meta())
+    own = [bucket for bucket in tuned.optimizer.buckets if bucket.rule.stacked]
+    assert own and all(torch.equal(bucket.state["radius"], norms(bucket.masters)) for bucket in own)
+
+
+def test_gradients_that_a_base_model_held_are_dropped() -> None:
+    recipe = toy_recipe()
+    every = replace(recipe, make_rules=lambda of: {name: rule._replace(every=2) for name, rule in table(of).items()})
+    base, tuned = toy_state(every), toy_state(every)
+    train_step(base, toy_loader().batch(0), Multipliers(), CPU, micro_batch_rows=ROWS)
+    tensors = base.tensors()
+    assert any(name.startswith("held.") for name in tensors) and tuned.go_on(tensors, base.meta())
+    assert all(bucket.held is None and bucket.held_steps == 0 for bucket in tuned.optimizer.buckets)
 
 
 def test_the_optimizer_goes_on_where_the_base_models_was() -> None:

@@ -61,6 +61,15 @@ def test_a_batch_without_a_single_target_is_refused_before_anything_moves() -> N
     assert differing(snapshot(state), before) == [] and state.step == 0
 
 
+def test_a_rank_is_said_to_wait_while_it_reads_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host is blocked there, not in the collectives."""
+    state, seen, read = toy_state(), list[bool](), torch.Tensor.tolist
+    progress = state.optimizer.mesh.progress
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: seen.append(progress.waiting) or read(self))
+    step(state, toy_loader().batch(0))
+    assert seen[-1] and seen.count(True) == 1 and not progress.waiting
+
+
 # Clipping ---------------------------------------------------------------------------------------------------
 
 

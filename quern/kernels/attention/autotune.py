@@ -51,7 +51,7 @@ class Backend:
 
 def attend_cudnn(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
     """SDPA by cuDNN only, which is faster than torch's first choice on some GPUs."""
-    if q_BTHE.size(-1) % 8 or q_BTHE.size(-1) > 128:  # cuDNN has no kernel for such heads
+    if q_BTHE.size(-1) % 8 or q_BTHE.size(-1) > 128 or k_BTKE.size(1) == 1:  # cuDNN has no kernel for these
         return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
