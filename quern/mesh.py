@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.autograd.profiler import record_function
-
 from torch.distributed.distributed_c10d import PrefixStore
 
 from quern.process import environment, to_stderr, waiting
@@ -279,11 +278,10 @@ def connect(
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     progress, groups = Progress(), dict[str, ProcessGroup]()
     replicas = [list(range(first, first + tp)) for first in range(0, ranks, tp)]
-    for name, of in {"data": list(zip(*replicas, strict=True)), "model": replicas, "world": None}.items():
-        if of is None or len(of) == 1:  # all ranks
-            group = dist.group.WORLD
-        else:  # torch's device mesh would leave its groups at the backend's own timeout
-            group, _ = dist.new_subgroups_by_enumeration([list(one) for one in of], timeout=timeout)
+    for name, lists in {"data": list(map(list, zip(*replicas, strict=True))), "model": replicas, "world": []}.items():
+        group: Any = dist.group.WORLD
+        if len(lists) > 1:  # torch's device mesh would leave its groups at the backend's own timeout
+            group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout)
         groups[name] = ProcessGroup(name, dist.get_world_size(group), dist.get_rank(group), group, progress)
     return Mesh(ranks // tp, tp, rank, **groups, progress=progress, store=store, zero=zero)
 

@@ -158,7 +158,7 @@ def on_ranks(
         refuse_uneven(ranks, options.tp, options.zero)
         if options.nodes == 1:  # else another node may train this run already, and waits for this one
             refuse_in_use(where.run_dir)
-            if verb != "run" and where.run_dir.has_stepped(verb) and not options.resume:
+            if verb != "run" and where.run_dir.has_stepped(verb) and not (options.resume or here.restart):
                 raise ValueError(trained_already(where.run_dir, verb))
         if verb in ("pretrain", "run"):
             if not (getattr(options, "start", None) or where.run_dir.has_trained("pretrain")):

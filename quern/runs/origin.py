@@ -22,7 +22,17 @@ import numpy as np
 from quern.data.shards import Corpus
 from quern.flags.recipe_file import map_paths
 from quern.flags.recipe_flags import Arguments, field_names
-from quern.recipe import BUILT_IN_CONVERSATIONS, FOR_FINE_TUNING, FOR_RL, OPERATIONAL, Made, Recipe, Resolved
+from quern.process import environment
+from quern.recipe import (
+    BUILT_IN_CONVERSATIONS,
+    FOR_FINE_TUNING,
+    FOR_RL,
+    OPERATIONAL,
+    Made,
+    Recipe,
+    Resolved,
+    TextRecipe,
+)
 from quern.records import read_json, typed
 from quern.runs.run_dir import BEFORE_WARMDOWN, STAGES, RunDir
 from quern.text.tokenizer import Tokenizer
@@ -245,6 +255,8 @@ def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | No
     resume, chosen, fields = "--resume" in arguments, bool(arguments.recipes), set(arguments.given)
     own = RunDir(Path(arguments.value("out") or "out"), arguments.value("run") or "first")
     stage = verb if verb in STAGES else "pretrain"
+    if environment().get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # the command of the start, after a rank failed
+        resume = resume or read_origin(own.stage(stage)) is not None
     if resume and own.has_trained(stage):
         begins_with = None  # the new run has already begun
     run_dir = RunDir(own.out, begins_with) if begins_with else own
@@ -330,5 +342,7 @@ def to_continue(saved: Resolved, named: Collection[str], at_peak: bool = False) 
         optim = replace(optim, table_decay_scale=None)
     if "data" in named:  # these choose files of another text
         saved = replace(saved, val=None, include=None, exclude=None)
+        own = {name: getattr(TextRecipe, name) for name in ("column", "separator", "encoding", "split")}
+        saved = replace(saved, text=replace(saved.text, **own))
     shards = None if "data" in named or length else saved.shards
     return replace(saved, train=train, optim=optim, shards=shards, data_seed=saved.data_seed + 1)

@@ -25,7 +25,7 @@ from quern.process import to_stderr, waiting
 from quern.recipe import Recipe, Resolved
 from quern.records import MakeTracker, Records, StageFolder, git_hash, read_events, read_metrics
 from quern.runs.load import Start, open_start
-from quern.runs.origin import FILE, Origin, flat, read_origin, refuse_second_tokenizer, require_same
+from quern.runs.origin import FILE, Origin, flat, newest_meta, read_origin, refuse_second_tokenizer, require_same
 from quern.runs.run_dir import NEWEST, STAGES, RunDir, trust
 from quern.runs.run_lock import run_lock
 from quern.runs.training import plan_of
@@ -36,6 +36,7 @@ from quern.terminal import Meter, counted, silent
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.guard import EXIT_DONE
+from quern.train.launch import place
 from quern.train.state import Counters
 from quern.train.step import Evaluator
 from quern.validate import flag
@@ -90,7 +91,8 @@ def trained_already(run_dir: RunDir, stage: str) -> str:
     """The message for a stage that was trained before, when no --resume continues it."""
     _, participle, instead = WORDS[stage]
     other = instead.format(run_dir.start_flags)
-    return f"run '{run_dir.run}' has been {participle} already: continue with --resume, or {other}"
+    resume = "" if "trained_by" in newest_meta(run_dir.stage(stage)) else "continue with --resume, or "
+    return f"run '{run_dir.run}' has been {participle} already: {resume}{other}"
 
 
 def _last_names(value: Any) -> Any:
@@ -301,7 +303,7 @@ class Session(Stage):
         """Processes that encode text for this rank. The other ranks wait for rank 0, which has all of them."""
         if not self.mesh.main:
             return 1
-        return self.workers or min(ENOUGH_WORKERS, self.machine.threads * self.mesh.world.size)
+        return self.workers or min(ENOUGH_WORKERS, self.machine.threads * place().ranks_here)
 
     def describe(self, facts: dict[str, Any]) -> None:
         describe_run(self.run_dir, self.machine, self.command, facts)

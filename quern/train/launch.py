@@ -56,22 +56,31 @@ EXPECTED = (*USERS, RuntimeError)
 
 
 class Place(NamedTuple):
-    """This process among the command's processes. restart: how often all ranks were restarted."""
+    """This process among the command's. ranks_here: those of this machine; restart: how often all were restarted."""
 
     rank: int
     ranks: int
     local_rank: int
+    ranks_here: int
     restart: int
 
     @property
     def main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def threads(self) -> int:
+        """This rank's share of the cores that the command may use on this machine."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // self.ranks_here)
+
 
 def place() -> Place:
     """Reads torchrun's variables; without them this is the only process."""
-    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 0}
-    return Place(*(int(environment().get(name, default)) for name, default in names.items()))
+    given = environment()
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": given.get("WORLD_SIZE", 1)}
+    names |= {"TORCHELASTIC_RESTART_COUNT": 0}
+    return Place(*(int(given.get(name, default)) for name, default in names.items()))
 
 
 # The parent -------------------------------------------------------------------------------------------------
@@ -279,7 +288,7 @@ def joined(
     timer.daemon = True
     with prompt_signals(dict.fromkeys((signal.SIGTERM, signal.SIGINT), _TerminatedError)):
         try:
-            machine = detect(threads or max(1, (os.cpu_count() or 1) // here.ranks))
+            machine = detect(threads or here.threads)
             mesh = connect(tp, machine.device, here.rank, here.ranks, met=timer.start, zero=zero)
             timer.cancel()
             heartbeat = Heartbeat(mesh, timeout, log, parent)

@@ -142,8 +142,10 @@ def train(
             saved = ", and saved" if plan.save_every else ""
             advice = f": continue with `{reporter.go_on}`" if reporter.go_on else ""
             reporter.log(f"stopped after step {run.step} as asked{saved}{advice}")
-    if code == EXIT_DONE and more_follows and stop.requested and stop.alone:
-        raise KeyboardInterrupt
+    if code == EXIT_DONE and more_follows and any(backend.mesh.world.gather_objects(stop.requested)):
+        if stop.alone:
+            raise KeyboardInterrupt
+        return EXIT_STOPPED
     return code
 
 
@@ -168,7 +170,7 @@ def _steps(
         start, waited = clock(), mesh.waited_seconds()
         result, heard = backend.step(batch, multipliers, tell)
         seconds = clock() - start
-        own_seconds = seconds - mesh.waited_seconds() + waited
+        own_seconds = 0.0 if fresh else seconds - mesh.waited_seconds() + waited  # the first step compiles
         if fresh:
             folder.event("compile", step=run.step, seconds=round(seconds, 3))
         else:
@@ -282,6 +284,8 @@ def resume(
     path = manifest.path_of(folder, step)
     tensors, meta = checkpoint.load(path, verified=True)
     check(meta, path)
+    if "trained_by" in meta:
+        raise CheckpointError(f"{path} holds the weights of a JAX model alone: begin another run with --from")
     try:
         backend.restore(tensors, meta["state"])
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:

@@ -199,4 +199,6 @@ def to_device(batch: Batch, valid_targets: int | Tensor, machine: Machine) -> tu
 
 def _send(tensor: Tensor, machine: Machine) -> Tensor:
     """Copies a tensor from the host to the device; to a GPU from pinned memory, so that the host does not wait."""
-    return (tensor.pin_memory() if machine.device.type == "cuda" else tensor).to(machine.device, non_blocking=True)
+    if machine.device.type == "cuda":
+        return tensor.pin_memory().to(machine.device, non_blocking=True)
+    return tensor.to(machine.device)  # Metal would read the host's memory after it is free (pytorch issue 189690)

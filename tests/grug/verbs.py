@@ -8,11 +8,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import jax
 import numpy as np
+import pytest
 import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -24,6 +26,7 @@ from quern.flags.recipe_flags import Arguments
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
 from quern.lab.arms import Arm, in_process
+from quern.mesh import alone
 from quern.model.count import count, weightless
 from quern.model.gpt import GPT
 from quern.recipes import load_recipe
@@ -35,7 +38,9 @@ from quern.stages.jax import command
 from quern.stages.jax import train as jax_stage
 from quern.stages.jax.command import training
 from quern.stages.prepare import data_of_run
+from quern.stages.session import trained_already
 from quern.train import checkpoint, manifest
+from quern.train.loop import resume
 from tests.grug.parity import EXPERIMENTS, relative
 from tests.support.small_text import write_text
 from tests.support.toy_training import CPU
@@ -112,6 +117,9 @@ def check_models_move_both_ways() -> None:
         newest = manifest.latest(back.checkpoints("pretrain"), print)  # now as PyTorch's own
         assert newest is not None
         tensors, meta = checkpoint.load(newest[0])
+        assert "already: train on from its model with" in trained_already(back, "pretrain")
+        with pytest.raises(manifest.CheckpointError, match="weights of a JAX model alone: .* --from"):
+            resume(SimpleNamespace(mesh=alone()), back.checkpoints("pretrain"), print)  # pyright: ignore
         del meta["trained_by"]
         checkpoint.save(back.checkpoints("pretrain"), 5, tensors, meta, 1)
         assert "has a base model that PyTorch trained" in verb("export", "--run", "back")

@@ -201,7 +201,10 @@ def test_a_new_run_derives_again_what_follows_from_the_fields_it_names() -> None
     of_public_set = replace(base, shards=8)
     shards = [to_continue(of_public_set, named).shards for named in ((), ("data",), ("train.steps",))]
     assert shards == [8, None, None]
-    chosen = replace(base, include="*.md", exclude="a*", val="v.txt")
+    read_as = replace(base.text, encoding="cp1252", column="body", separator="###", split="validation", vocab_size=700)
+    chosen = replace(base, include="*.md", exclude="a*", val="v.txt", text=read_as)
+    assert to_continue(chosen, ()).text == read_as
+    assert to_continue(chosen, {"data"}).text == replace(base.text, vocab_size=700)
     of_text = [(one.include, one.exclude, one.val) for one in (to_continue(chosen, ()), to_continue(chosen, {"data"}))]
     assert of_text == [("*.md", "a*", "v.txt"), (None, None, None)]
 

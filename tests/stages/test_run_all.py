@@ -150,6 +150,22 @@ def test_minutes_become_steps_and_what_died_before_its_first_checkpoint_keeps_th
     assert (folder / "recipe.json").read_text(encoding="utf-8") == before
 
 
+def test_a_restart_keeps_what_was_fitted_to_a_text_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent of several ranks repeats the command as it was, whether or not a checkpoint was saved."""
+    (tmp_path / "own.txt").write_text("".join(f"The {n}th miller grinds corn.\n\n" for n in range(3000)), "utf-8")
+    shape = "--model.width 16 --model.head-dim 16 --model.context 32 --depth 1 --train.steps 2 --run own".split()
+    command = ["pretrain", "--data", str(tmp_path / "own.txt"), *shape, *PLAIN, "--out", str(tmp_path)]
+    assert main.main(command) == 0
+    folder = tmp_path / "runs" / "own" / "pretrain"
+    before = (folder / "recipe.json").read_text(encoding="utf-8")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for path in [None, folder / "checkpoints"]:
+        if path is not None:
+            shutil.rmtree(path)
+        assert main.main(command) == 0
+        assert (folder / "recipe.json").read_text(encoding="utf-8") == before
+
+
 def test_minutes_may_change_while_the_run_has_some_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     many, plain = ["--train.batch-tokens", "256", "--train.keep", "99"], ["--no-compile", "--dtype", "fp32"]
     assert main.main([*ARGUMENTS, *many, "--train.minutes", "0.005", "--out", str(tmp_path)]) == 0

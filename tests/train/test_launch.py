@@ -42,8 +42,18 @@ def wait_for_step(folder: Path, more_than: int, processes: Sequence[subprocess.P
 def test_an_error_of_the_system_has_its_path_and_what_to_do() -> None:
     said: list[str] = []
     error = PermissionError(errno.EACCES, "Permission denied", "out")
-    launch._report(error, launch.Place(0, 2, 0, 0), said.append, None)  # pyright: ignore[reportPrivateUsage]
+    launch._report(error, launch.Place(0, 2, 0, 2, 0), said.append, None)  # pyright: ignore[reportPrivateUsage]
     assert said == ["out: Permission denied: make it readable and writable, or choose another place"]
+
+
+def test_a_rank_has_its_share_of_the_cores_that_are_allowed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the cores of all machines, nor of those that a job may not use."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    for variables, threads in ({}, 12), ({"WORLD_SIZE": "2"}, 6), ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 3):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert launch.place().threads == threads
 
 
 def chosen(mesh: Mesh) -> list[object]:

@@ -4,6 +4,7 @@ draw is repeated, nothing is dropped while a model is measured."""
 import math
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from quern.data.loader import Batch, Loader
 from quern.eval.bits_per_byte import batch_losses
+from quern.mesh import Pending, ProcessGroup
 from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.llama import RECIPE
@@ -26,7 +28,7 @@ from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED
 from quern.train.loop import Reporter, TrainingPlan, resume, train
 from quern.train.state import TrainState, build_model, build_state
-from quern.train.step import train_step
+from quern.train.step import TorchBackend, train_step
 from tests.support.full_disk import full_disk
 from tests.support.run_bench import TIMED
 from tests.support.toy_training import (
@@ -234,6 +236,42 @@ def test_a_signal_in_the_last_step_finishes_the_run_and_ends_what_would_follow(
         assert go(tmp_path, toy_state(), plan, more_follows=more_follows)[0] == EXIT_DONE
     assert manifest.steps(tmp_path / "checkpoints") == [3]
     assert kinds(tmp_path)[-1] == "finish"
+
+
+class Twins(ProcessGroup):
+    """A group of two ranks with one process: both have the same."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+    def barrier(self) -> None: ...
+
+    def start(self, *_: Any, **__: Any) -> Pending:
+        return Pending(None, self)
+
+
+def test_several_ranks_end_what_would_follow_and_count_no_compilation(tmp_path: Path) -> None:
+    def evaluate(state: TrainState) -> dict[str, float]:
+        if state.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    class OnTwins(TorchBackend):
+        def step(self, sent: Any, multipliers: Any, tell: Sequence[float]) -> Any:
+            told.append(list(tell))
+            return super().step(sent, multipliers, ())[0], [list(tell), list(tell)]
+
+    told, state = list[list[float]](), toy_state()
+    backend = OnTwins(state, CPU)
+    state.optimizer.mesh = replace(state.optimizer.mesh, world=Twins("world", 2, 0))
+    plan = toy_plan(3, evaluators=[(1, evaluate)])
+    with StageFolder(tmp_path) as folder:
+        assert train(backend, toy_loader(), plan, folder, Reporter(print), True) == EXIT_STOPPED
+    assert manifest.steps(tmp_path / "checkpoints") == [3] and kinds(tmp_path)[-1] == "finish"
+    assert [own > 0 for _, own, *_ in told] == [False, False, True]  # the first step compiles
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import gc
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from quern.model.base import loss_sum
 from quern.model.context import CausalContext
 from quern.optim.schedule import Multipliers
 from quern.train.state import TrainState
-from quern.train.step import accumulate, send_batch, to_device, train_step
+from quern.train.step import _send, accumulate, send_batch, to_device, train_step
 from tests.support.toy_training import CPU, ROWS, differing, poisoned, snapshot, toy_loader, toy_state
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -59,6 +60,15 @@ def test_a_batch_without_a_single_target_is_refused_before_anything_moves() -> N
     with pytest.raises(ValueError, match="a batch without a single target cannot train: check the data's masks"):
         step(state, replace(batch, mask=np.zeros_like(batch.mask)))
     assert differing(snapshot(state), before) == [] and state.step == 0
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_only_pinned_memory_is_copied_later(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metal would read the host's memory after it is free (pytorch issue 189690)."""
+    copies: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_, **how: copies.append(how) or self)
+    _send(torch.ones(1), replace(CPU, device=torch.device(kind)))
+    assert copies == [{}]
 
 
 def test_a_rank_is_said_to_wait_while_it_reads_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
