@@ -71,7 +71,7 @@ mkdir -p "$records" ${OUT:+"$OUT"}
 records=$(cd "$records" && pwd)
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$records/caches/triton} PYTHONUNBUFFERED=1
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$records/caches/inductor}
-workers=${WORKERS:-6} precise=(env JAX_DEFAULT_MATMUL_PRECISION=highest)
+workers=${WORKERS:-6} platforms=(env)
 ideas=${IDEAS:-bigram trigram wide_mlp value_embeddings_all swiglu no_smear head_rate_032 plain_muon tied_head no_backout}
 files=()
 for idea in baseline $ideas; do files+=("$project/experiments/$idea.py"); done
@@ -91,7 +91,7 @@ if [ -n "${TOY:-}" ]; then
     ladder=(lab compare "${files[@]:0:2}" "${lab[@]}" "${toy[@]}")
     compare=(lab compare "${files[@]}" "${lab[@]}" "${toy[@]}")
 else
-    precise+=(JAX_PLATFORMS=cuda,cpu)
+    platforms+=(JAX_PLATFORMS=cuda,cpu)
 fi
 failed=0
 
@@ -147,7 +147,7 @@ for prompt, [reply] in zip(prompts, engine.generate(prompts, max_tokens=engine.c
 print(f"decoded = read at once: log-probabilities differ by {worst:.2g}, and may by 1e-3")
 sys.exit(not worst <= 1e-3)
 END
-part laws-jax 150 "${precise[@]}" "${quern[@]}" grug gauntlet gpt --steps 3 --out "$records"
+part laws-jax 150 "${platforms[@]}" "${quern[@]}" grug gauntlet gpt --steps 3 --out "$records"
 
 part jax 300 "${bench[@]}" grug --rounds 3 "${flags[@]}"
 part bench-kernels 160 "${bench[@]}" cross-entropy rope muon "${flags[@]}"

@@ -19,7 +19,7 @@ import jax
 
 from quern.bench.material import random_batch, reference, sizes_of
 from quern.grug.evaluate import choose_dtype
-from quern.grug.mesh import keep_freed_memory, make_mesh, use_cpu
+from quern.grug.mesh import make_mesh, use_device
 from quern.grug.model import init_parameters
 from quern.grug.optim import rules
 from quern.grug.state import BLOCK_TOKENS, device_batch, init_state, step_config, train_step
@@ -67,11 +67,7 @@ def grug(setup: Setup) -> Iterator[Figure]:
 
 
 def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str, Any]]:
-    keep_freed_memory()
-    if order["device"] == "cpu":
-        use_cpu(order["threads"])
-    elif jax.default_backend() != "gpu":
-        raise ValueError("JAX has no GPU here, and would be compared on the CPU: install jax[cuda13] or jax[cuda12]")
+    use_device(order["device"], order["threads"])
     # The twin's callables in place of the named ones, which import torch.
     recipe = Resolved.from_json(order["recipe"], make_model=init_parameters, make_rules=rules)
     dtype = choose_dtype(None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +16,13 @@ What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", 
                "cross-entropy", "prepare", "ranks", "grug", "serve", "quality", "exactness", "rope", "muon", "fp8",
                "gpu"]  # fmt: skip
 DtypeAndHeadDim = Literal["bfloat16-128", "bfloat16-64", "float16-128", "bfloat16-256", "bfloat16-32"]
+
+
+FOR_ONE = {
+    **dict.fromkeys(("train", "val", "minutes", "depth"), "quality"),
+    **{"trace": "ranks", "documents": "packing", "only": "exactness"},
+}
+"""Options of one benchmark, which may also be named by `gpu` or by none."""
 
 
 @dataclass
@@ -72,6 +79,11 @@ class BenchOptions(DeviceOptions):
             raise ValueError(f"--batch-tokens must be a multiple of {row}, not {tokens}")
         if "ranks" in self.what and tokens < 1024 and not self.quick:
             raise ValueError(f"ranks has two ranks of a row each: set --batch-tokens 1024, not {tokens}")
+        named = {*self.what, *(["exactness"] if "gpu" in self.what else [] if self.what else ["packing"])}
+        for field in fields(self):
+            if FOR_ONE.get(field.name, "gpu") not in (*named, "gpu") and getattr(self, field.name) != field.default:
+                one = FOR_ONE[field.name]
+                raise ValueError(f"--{field.name} is for `quern bench {one}`: name {one}, or leave the flag out")
         none = self.train is self.data is None
         if "quality" in self.what and ((self.train is None) != (self.val is None) or none):
             raise ValueError(

@@ -12,9 +12,11 @@ from quern.flags.check_flags import HELP, HELP_FLAGS
 from quern.runs.manage import TAKES
 from quern.stages.jax.command import VERBS as TWIN
 
-# Both say where the cursor is as "POSITION VERB SECOND-WORD WORD", and look for the first pattern that fits.
+# Both say where the cursor is as "POSITION VERB SECOND-WORD WORD", and look for the first pattern that fits. compgen -W
+# executes a name such as $(…), so that only names of runs may reach it.
 BASH = """_quern() {
-  local word="${COMP_WORDS[COMP_CWORD]}" choices="$(command ls out/runs 2>/dev/null)"
+  local word="${COMP_WORDS[COMP_CWORD]}" choices
+  choices="$(command ls out/runs 2>/dev/null | command grep -xE '[A-Za-z0-9._-]+')"
   case "$COMP_CWORD ${COMP_WORDS[1]} ${COMP_WORDS[2]} $word" in
 CASES
   esac

@@ -112,7 +112,8 @@ def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, dp: int
             tried.append(one)
         if any(one.step and one.recomputed == recipe.train.recompute for one in tried):
             break
-    return min(tried, key=lambda one: (one.seconds, one.memory.peak if one.memory else 0))
+    # Launches of kernels cost no time here: of equal times, the largest micro-batch has the fewest.
+    return min(tried, key=lambda one: (one.seconds, -one.micro_batch_tokens if one.step else one.memory.peak))
 
 
 def _settings(layout: Layout, fixed: bool) -> list[Layout]:

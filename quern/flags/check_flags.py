@@ -295,7 +295,8 @@ def negated(name: str) -> str:
 
 
 def _values(rest: Sequence[str], known: Container[str], many: bool) -> list[str]:
-    return list(takewhile(lambda word: not word.startswith("--") and word not in known, rest if many else rest[:1]))
+    values = takewhile(lambda word: not word or (not word.startswith("--") and word not in known), rest)
+    return list(values)[: None if many else 1]
 
 
 def _converted(flag: Flag, typed: str, value: str) -> Any:

@@ -178,7 +178,7 @@ def _default(one: check_flags.Flag, filled: Recipe, of_the_run: bool) -> str | N
     value = attrgetter(".".join(one.path[1:]))(filled)
     if value is None:
         return "(default: unset)"
-    shown = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+    shown = str(value) if isinstance(value, bool) else f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
     return "(default: derived from the run)" if of_the_run else f"(default: {shown}; follows)"
 
 

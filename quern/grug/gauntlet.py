@@ -68,7 +68,8 @@ sides, in gradients also the scaled cotangent, the scores' cotangent and y; and 
 
 def run(core: type[Grug], name: str, out: Path, steps: int, log: Callable[[str], None]) -> bool:
     """Checks an experiment, times some steps, writes <out>/gauntlet/<name>.json; returns whether all checks passed."""
-    checks = check_attention(core) | check(core)
+    with jax.default_matmul_precision("highest"):  # GPUs and TPUs round products of fp32 otherwise
+        checks = check_attention(core) | check(core)
     for what, found in checks.items():
         log(f"  {'ok  ' if found['passed'] else 'FAIL'} {what}: {found['value']:.3g} ({found['bar']})")
     figures = measure(core, steps)

@@ -156,11 +156,21 @@ def first_process_first() -> Iterator[None]:
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # from malloc.h; a threshold of -1 means never
 
 
-def use_cpu(threads: int) -> None:
-    """Makes JAX compute on the CPU with so many threads: XLA takes one for each processor that it may run on."""
-    if sys.platform == "linux":
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+def use_device(kind: str, threads: int) -> None:
+    """Makes JAX compute on "cpu" with so many threads, or on "cuda". Raises ValueError where it cannot."""
+    if kind != "cpu":
+        if kind == "cuda" and jax.default_backend() == "gpu":
+            return
+        advice = "install jax[cuda13] or jax[cuda12], or " if kind == "cuda" else ""
+        raise ValueError(f"JAX cannot compute on {kind} here: {advice}give --device cpu")
+    keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
+    if sys.platform == "linux":  # XLA takes a thread for each processor that it may run on when it starts
+        allowed = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, sorted(allowed)[:threads])
+        jax.devices()
+        for task in os.listdir("/proc/self/task"):  # else other trials would share these processors
+            os.sched_setaffinity(int(task), allowed)
 
 
 def keep_freed_memory() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from quern.grug.evaluate import group_sizes
-from quern.grug.mesh import keep_freed_memory, make_mesh, use_cpu
+from quern.grug.mesh import make_mesh, use_device
 from quern.grug.state import step_config
 from quern.lab.trainer import Note, Ready, Trainer
 from quern.machine import Machine
@@ -26,9 +26,7 @@ class JaxTrainer(Trainer):
 
     def __init__(self, out: Path, machine: Machine) -> None:
         super().__init__(out, machine)
-        keep_freed_memory()
-        if machine.device.type == "cpu":
-            use_cpu(machine.threads)
+        use_device(machine.device.type, machine.threads)
         self._mesh = make_mesh(devices=jax.devices()[:1])
 
     @contextmanager

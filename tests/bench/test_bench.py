@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -222,6 +223,9 @@ def test_quality_counts_every_byte_once(tmp_path: Path) -> None:
         (["quality", "--train", "x"], "give --train and --val"),
         (["train", "--batch-tokens", "700"], "multiple of the 512"),
         (["ranks", "--batch-tokens", "512"], "set --batch-tokens 1024"),
+        (["train", "--trace", "x"], "--trace is for `quern bench ranks`: name ranks, or leave"),
+        (["--depth", "2"], "--depth is for `quern bench quality`"),
+        (["--out", ""], "--out is empty: give a path"),
     ],
 )
 def test_nonsense_is_refused_before_anything_is_measured(arguments: list[str], message: str) -> None:
@@ -307,6 +311,26 @@ def test_both_trainers_are_measured_and_recorded(tmp_path: Path) -> None:
     whole, blocks = measures["JAX, whole loss"], measures["JAX, blockwise loss"]
     assert measures["whole / blockwise"] == pytest.approx([a / b for a, b in zip(whole, blocks, strict=True)])
     assert found["grug"]["settings"]["jax"] and "JAX / PyTorch" in shown
+
+
+THREADS = """
+import os, sys
+from quern.grug.mesh import use_device
+allowed = os.sched_getaffinity(0)
+use_device("cpu", int(sys.argv[1]))
+assert {frozenset(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")} == {frozenset(allowed)}
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="one processor")
+def test_jax_takes_the_threads_it_is_given_and_no_certain_processors() -> None:
+    """Trials side by side would share the first ones."""
+    one, two = (
+        int(subprocess.check_output([sys.executable, "-c", THREADS, str(threads)], cwd=ROOT, text=True, timeout=120))
+        for threads in (1, 2)
+    )
+    assert one < two
 
 
 TORCH_FREE = """

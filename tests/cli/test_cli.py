@@ -132,11 +132,13 @@ done"""
 
 
 def test_bash_completes_verbs_flags_and_runs(tmp_path: Path) -> None:
-    (tmp_path / "out" / "runs" / "quick").mkdir(parents=True)
+    for run in "quick", "quick$(touch${IFS}executed)":
+        (tmp_path / "out" / "runs" / run).mkdir(parents=True)
     (tmp_path / "script").write_text(scripts()["bash"], encoding="utf-8")
     command, typed = ["bash", "-c", WORDS], "".join(f"{line}\n" for line in COMPLETED)
     done = subprocess.run(command, cwd=tmp_path, input=typed, capture_output=True, text=True, check=True)
     assert (done.stdout.splitlines(), done.stderr) == ([*COMPLETED.values()], "")
+    assert not (tmp_path / "executed").exists()
 
 
 @cache

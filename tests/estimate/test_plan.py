@@ -34,6 +34,11 @@ def test_every_layout_is_tried_and_the_best_comes_first(tmp_path: Path, capsys: 
     assert "best: dp" in shown and "what does not fit" in shown and "dp 2 × tp 8: 8 shards cannot share" in shown
 
 
+def test_of_equally_fast_micro_batches_the_largest_is_advised(tmp_path: Path) -> None:
+    (only,) = planned(tmp_path, "--gpus", "1", "--gpu", "h100")["candidates"]
+    assert only["micro_batch_tokens"] == 65536 and only["memory"]["peak"] < 70e9
+
+
 def test_a_layout_that_does_not_fit_is_refused_with_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--gpus", "1", "--gpu", "rtx4090", "--model.width", "16384", "--model.head-dim", "128")
     (only,) = planned(tmp_path, *flags, code=1)["candidates"]

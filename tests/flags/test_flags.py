@@ -156,6 +156,9 @@ def test_the_help_shows_what_has_a_flag(capsys: pytest.CaptureFixture[str]) -> N
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--model.dropout" in shown and "--optim.matrix-lr" in shown and "Tokens in a training row" in shown
     assert "--depth INT The one dial" in shown and "(default: 40; follows)" in shown and "(default: unset)" in shown
+    with pytest.raises(SystemExit):
+        parse(PretrainOptions, gpt.RECIPE, Arguments(("--help-all",)), verb="pretrain")
+    assert "(default: True; follows)" in capsys.readouterr().out
     assert not any(
         word in shown for word in ("fixed", "make-", "softcap", "unused", "--sft", "smear-lr", "sft options")
     )

@@ -21,7 +21,7 @@ from quern.grug import attention as paths
 from quern.grug import gauntlet
 from quern.grug.attention import AttentionMask, choose, reference_attention
 from quern.grug.evaluate import flops_per_token, is_faster
-from quern.grug.mesh import BATCH, place
+from quern.grug.mesh import BATCH, place, use_device
 from quern.grug.model import Params, forward, layout, logits
 from quern.grug.optim import adamw
 from quern.grug.state import Grug, JaxTrainState, device_batch, init_state, step_config, train_step
@@ -241,6 +241,29 @@ def check_the_attention_of_each_platform() -> None:
     cases = [case for case in gauntlet.CASES if case[2] == "bfloat16"]
     found = gauntlet.check_attention(Grug, cases)
     assert len(found) == 3 and all(value["passed"] for value in found.values()), found
+
+
+def check_products_of_fp32_are_whole_while_it_checks() -> None:
+    """GPUs and TPUs would round their factors to 10 bits and less, by default."""
+    seen = []
+    found = {"checked": {"passed": True, "value": 0.0, "bar": ""}}
+
+    def looked(core: type[Grug]) -> dict[str, Any]:
+        seen.append(jax.config.jax_default_matmul_precision)
+        return found
+
+    with (
+        TemporaryDirectory() as out,
+        patch.multiple(gauntlet, check_attention=looked, check=looked, measure=lambda core, steps: {}),
+    ):
+        assert gauntlet.run(Grug, "gpt", Path(out), 1, print)
+    assert seen == ["highest", "highest"] and jax.config.jax_default_matmul_precision is None
+
+
+def check_jax_does_not_compute_elsewhere_in_silence() -> None:
+    for kind, advice in ("cuda", r"install jax\[cuda13\] or .*, or give --device cpu"), ("mps", "give --device cpu"):
+        with pytest.raises(ValueError, match=f"JAX cannot compute on {kind} here: {advice}"):
+            use_device(kind, 1)
 
 
 def check_the_timed_model_is_that_of_the_benchmarks() -> None:
