@@ -112,8 +112,9 @@ def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, dp: int
             tried.append(one)
         if any(one.step and one.recomputed == recipe.train.recompute for one in tried):
             break
-    # Launches of kernels cost no time here: of equal times, the largest micro-batch has the fewest.
-    return min(tried, key=lambda one: (one.seconds, -one.micro_batch_tokens if one.step else one.memory.peak))
+    if that_fit := [one for one in tried if one.step]:  # kernels start in no time here: large micro-batches start fewest
+        return min(that_fit, key=lambda one: (one.seconds, -one.micro_batch_tokens))
+    return min(tried, key=lambda one: one.memory.peak if one.memory else 0)
 
 
 def _settings(layout: Layout, fixed: bool) -> list[Layout]:

@@ -249,7 +249,7 @@ def check_products_of_fp32_are_whole_while_it_checks() -> None:
     found = {"checked": {"passed": True, "value": 0.0, "bar": ""}}
 
     def looked(core: type[Grug]) -> dict[str, Any]:
-        seen.append(jax.config.jax_default_matmul_precision)
+        seen.append(jax.config.read("jax_default_matmul_precision"))
         return found
 
     with (
@@ -257,7 +257,7 @@ def check_products_of_fp32_are_whole_while_it_checks() -> None:
         patch.multiple(gauntlet, check_attention=looked, check=looked, measure=lambda core, steps: {}),
     ):
         assert gauntlet.run(Grug, "gpt", Path(out), 1, print)
-    assert seen == ["highest", "highest"] and jax.config.jax_default_matmul_precision is None
+    assert seen == ["highest", "highest"] and jax.config.read("jax_default_matmul_precision") is None
 
 
 def check_jax_does_not_compute_elsewhere_in_silence() -> None:
