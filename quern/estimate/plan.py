@@ -112,7 +112,7 @@ def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, dp: int
             tried.append(one)
         if any(one.step and one.recomputed == recipe.train.recompute for one in tried):
             break
-    if that_fit := [one for one in tried if one.step]:  # kernels start in no time here: large micro-batches start fewest
+    if that_fit := [one for one in tried if one.step]:  # kernels start in no time here: the largest start fewest
         return min(that_fit, key=lambda one: (one.seconds, -one.micro_batch_tokens))
     return min(tried, key=lambda one: one.memory.peak if one.memory else 0)
 

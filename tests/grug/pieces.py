@@ -4,6 +4,7 @@ gauntlet with the experiments that pass it."""
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -243,13 +244,16 @@ def check_the_attention_of_each_platform() -> None:
     assert len(found) == 3 and all(value["passed"] for value in found.values()), found
 
 
+PRECISION: Callable[[Any], Any] = attrgetter("config.jax_default_matmul_precision")
+
+
 def check_products_of_fp32_are_whole_while_it_checks() -> None:
     """GPUs and TPUs would round their factors to 10 bits and less, by default."""
     seen = []
     found = {"checked": {"passed": True, "value": 0.0, "bar": ""}}
 
     def looked(core: type[Grug]) -> dict[str, Any]:
-        seen.append(jax.config.read("jax_default_matmul_precision"))
+        seen.append(PRECISION(jax))
         return found
 
     with (
@@ -257,7 +261,7 @@ def check_products_of_fp32_are_whole_while_it_checks() -> None:
         patch.multiple(gauntlet, check_attention=looked, check=looked, measure=lambda core, steps: {}),
     ):
         assert gauntlet.run(Grug, "gpt", Path(out), 1, print)
-    assert seen == ["highest", "highest"] and jax.config.read("jax_default_matmul_precision") is None
+    assert seen == ["highest", "highest"] and PRECISION(jax) is None
 
 
 def check_jax_does_not_compute_elsewhere_in_silence() -> None:
