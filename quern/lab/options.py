@@ -99,7 +99,7 @@ class CompareOptions(StudyOptions):
     """Bits per byte. A smaller difference does not matter."""
     alpha: Annotated[float, Interval(ge=1e-06, lt=0.5)] = 0.05
     """The share of the ideas called better or worse that may be expected to make no difference."""
-    most_pairs: Annotated[int, Interval(ge=3, le=1000)] = 8  # at least verdict.FIRST_LOOK
+    most_pairs: Annotated[int, Interval(ge=3, le=100)] = 8  # at least verdict.FIRST_LOOK
     """An idea that is not decided after so many pairs stays undecided."""
     any_delta: bool = False
     """Train ideas although, by the baseline's noise, so many pairs cannot show a change of less than delta."""

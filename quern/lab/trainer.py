@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quern.machine import Machine
 from quern.model.base import LanguageModel
 from quern.model.count import Parameters, count, flop_counter
@@ -159,6 +161,8 @@ class Trainer:
         key = recipe.make_model, recipe.model, recipe.train.fp8, recipe.train.recompute, tokenizer.fingerprint
         if self._model is None or self._model[0] != key:
             self._model = None  # frees the memory of the last one first
+            if self.machine.compile:
+                torch.compiler.reset()  # the compiler keeps a few versions of a function, whatever the model
             model = build_model(recipe, self.machine, None)
             counts = count(model)
             set_up_training(recipe, model, tokenizer, self.machine, self.log)

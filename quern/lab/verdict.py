@@ -80,7 +80,8 @@ def _crossings(most_pairs: int) -> tuple[Floats, Floats]:
     """Boundaries c, and the probability that |mean √n / sd| of normal differences without effect reaches c at any look:
     the density of the sum of n differences that have not crossed is integrated from look to look."""
     boundaries = np.linspace(0.5, 8, 51)[:, None]
-    nodes, weights = np.polynomial.legendre.leggauss(64)
+    # A quadrature must resolve the density of one difference on a range that grows with the root of their number.
+    nodes, weights = np.polynomial.legendre.leggauss(max(64, math.ceil(13 * math.sqrt(most_pairs))))
     end = boundaries * math.sqrt(FIRST_LOOK) * (FIRST_LOOK / most_pairs) ** (SHAPE - 0.5)
     mass = stats.norm.pdf(end * nodes, scale=math.sqrt(FIRST_LOOK)) * weights * end
     for n in range(FIRST_LOOK + 1, most_pairs + 1):

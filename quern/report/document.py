@@ -152,7 +152,7 @@ def _training(run: RunRecords) -> Iterable[Group]:
     model: Pairs = [("architecture", made_by.rpartition(":")[2])] if isinstance(made_by, str) else []
     yield from _facts("", [*model, *flatten(as_object(run.recipe.get("model"))), *flatten(run.part("model"))])
     for stage in run.stages:
-        asked = as_object(stage.recipe.get("train" if stage.name == "pretrain" else stage.name))
+        asked = as_object(stage.recipe.get("train" if stage.name in ("pretrain", "grug") else stage.name))
         done = (
             ("steps", stage.last("step"), number),
             ("tokens", stage.last("tokens"), number),

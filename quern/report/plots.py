@@ -116,7 +116,7 @@ def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, na
             axes.set_ylim(low / room, high * room)
             log_ticks(axes.yaxis, 5, (1, 2, 5))
         else:
-            axes.set_ylim(0, high * 1.08 if high > 0 else None)
+            axes.set_ylim(min(0, low * 1.08), max(0, high * 1.08) if low or high else None)
             axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y) if curve.share else human(y)))
         axes.set_xlim(0, max(xs) * 1.02)

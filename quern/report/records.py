@@ -23,6 +23,7 @@ SCORES, SAMPLES = "evaluate.jsonl", "samples.jsonl"
 STAGE_TITLES = {
     "untrained": "Untrained",
     "pretrain": "Pretraining",
+    "grug": "Pretraining in JAX",
     "sft": "Fine-tuning",
     "rl": "Reinforcement learning",
 }

@@ -289,6 +289,20 @@ def test_a_study_has_its_tables_and_curves(chrome: Chrome, url: str) -> None:
     )
 
 
+def test_rungs_of_a_ladder_are_never_averaged(chrome: Chrome, out: Path, url: str) -> None:
+    path = out / "lab" / "night" / "trials.jsonl"
+    trials = [json.loads(line) | {"rung": 0} for line in path.read_text(encoding="utf-8").splitlines()]
+    write_rows(path, [*trials, *(one | {"rung": 1, "bpb": 1.0} for one in trials if one["recipe"] == "gpt")])
+    open_board(chrome, url)
+    choose(chrome, "study", "night")
+    chrome.wait("document.querySelectorAll('#lines tbody tr').length === 3")
+    assert [row[:2] for row in rows(chrome, "lines")] == [
+        ["gpt · rung 0", "3"],
+        ["gpt · rung 1", "3"],
+        ["idea · rung 0", "3"],
+    ]
+
+
 def test_a_bookmark_of_a_study_that_was_removed_shows_the_runs(chrome: Chrome, url: str) -> None:
     open_board(chrome, url, "#study=gone&group=arm")
     assert chrome.run("document.getElementById('study').value") == "" and len(rows(chrome, "runs")) == 6

@@ -202,10 +202,12 @@ def test_a_field_of_another_type_does_not_hide_the_other_studies(
 
 def test_sweeps_and_isoflop_studies_are_studies(tmp_path: Path) -> None:
     for kind in ("cells", "sweep"):
-        write_study(tmp_path, kind, kind)
+        write_study(tmp_path, kind, kind, **({"values": {"optim.matrix_lr": 0.02}} if kind == "sweep" else {}))
     board = Board(tmp_path)
     assert [run["run"] for run in board.listing("cells")["runs"]] == ["4x96 at 3e+13 FLOPs"]
-    assert [run["run"] for run in board.listing("sweep")["runs"]] == ["trial 7", "trial 7"]
+    runs = board.listing("sweep")
+    assert [run["run"] for run in runs["runs"]] == ["trial 7", "trial 7"]
+    assert runs["constant"]["optim.matrix_lr"] == 0.02  # and a field that differs is in the rows
 
 
 def test_an_empty_folder_and_wrong_requests(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The ladder against laws that are known: runs drawn from a loss over compute, ideas that save a share of it."""
 
+import hashlib
 import json
 import math
 import time
@@ -370,6 +371,8 @@ def test_code_counts_and_docstrings_do_not() -> None:
     code = code_fingerprint(source, RECIPE)
     assert code == code_fingerprint(source.replace("One", "Three").replace("Two", "Four") + "# end\n", RECIPE)
     assert code != code_fingerprint(source.replace("x = 1", "x = 2"), RECIPE)
+    text, _ = study_module._parsed("class A:\n    def b(self): ...\n")
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "d78800d7e8476638"  # under every version of Python
     assert code != code_fingerprint(source.replace("gpt import GPT", "llama import Llama as GPT"), RECIPE)
 
 

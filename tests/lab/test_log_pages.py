@@ -13,7 +13,7 @@ from quern.lab.arms import with_verdict
 from quern.lab.ladder.study import Comparison
 from quern.lab.log.comparison import ComparisonPage
 from quern.lab.log.pages import Page, Verdict
-from quern.lab.log.publish import idea_files, run
+from quern.lab.log.publish import _public_command, idea_files, run
 from quern.lab.options import LogOptions, SweepOptions
 from quern.lab.search.sweep import run as run_sweep
 from quern.lab.study import start_facts
@@ -90,6 +90,18 @@ def test_a_sweep_has_a_page_with_its_best_trials(tmp_path: Path) -> None:
 def test_a_sweep_without_a_finished_trial_has_a_page(tmp_path: Path) -> None:
     _, page, _ = swept(tmp_path, space=("train.batch-tokens=4097,4098",), sampler="grid")
     assert "(2 refused)" in page and "No trial finished." in page
+
+
+def test_a_published_command_names_files_of_the_project(tmp_path: Path) -> None:
+    """Else the baseline's numbers today would not be found, and it would be called old."""
+    file = tmp_path / "experiments" / "deep" / "own.py"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    for given in (str(file), "own.py", "deep/own.py", "experiments/deep/own.py"):
+        assert _public_command(f"quern lab compare {given} --data=/a/b.txt", tmp_path) == (
+            "quern lab compare experiments/deep/own.py --data=b.txt"
+        )
+    assert _public_command("quern lab compare /a/other.py", tmp_path) == "quern lab compare other.py"
 
 
 def test_published_records_name_files_and_no_folders(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from quern.cli import main
@@ -24,6 +26,7 @@ from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.records import read_events, read_metrics, typed
+from quern.resolve import resolve
 from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
 from quern.stages.session import Session
@@ -107,6 +110,18 @@ def test_a_kept_model_is_told_the_vocabulary_of_another_text(text: Path, tmp_pat
     after = trainer.train(elsewhere, name="prefix_token", seed=0, data_seed=0)
     alone = Trainer(tmp_path / "out", CPU).train(elsewhere, name="prefix_token", seed=0, data_seed=0)
     assert after.bpb == alone.bpb
+
+
+def test_the_compiler_forgets_the_models_before(text: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps eight versions of a function, and would run the blocks of later sizes as they are written."""
+    resets: list[None] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(None))
+    monkeypatch.setattr("quern.lab.trainer.set_up_training", lambda *_: None)
+    trainer, sizes = Trainer(out, replace(CPU, compile=True)), (16, 16, 32)
+    for width in sizes:
+        recipe = resolve(replace(toy(text), model=ModelRecipe(width=width, head_dim=16, context=32)))
+        trainer._ready_model(recipe, SimpleNamespace(fingerprint=""))  # pyright: ignore
+    assert len(resets) == 2
 
 
 def test_a_trial_ends_early_and_a_diverged_one_has_no_score(text: Path, trainer: Trainer) -> None:

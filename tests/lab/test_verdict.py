@@ -42,6 +42,12 @@ def test_the_boundary_is_pococks_and_obrien_flemings(
     verdict._crossings.cache_clear()
 
 
+def test_more_looks_need_a_higher_boundary_up_to_the_most_pairs_that_may_be_asked_for() -> None:
+    """Of the sum of many differences, a quadrature with too few nodes loses sight."""
+    found = [float(critical(0.001, most)) for most in (8, 24, 50, 100)]
+    assert found == sorted(found) and found[-1] > found[0] + 0.1
+
+
 def test_variances_are_moderated_as_far_as_they_agree() -> None:
     """The moments of 500 ideas' variances find the scaled inverse chi-square from which these are drawn."""
     rng = np.random.default_rng(0)

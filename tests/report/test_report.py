@@ -174,6 +174,20 @@ def test_a_torn_end_is_left_out_and_a_damaged_record_is_named(tmp_path):
         build(tmp_path)
 
 
+def test_rewards_below_zero_are_in_the_plot(tmp_path):
+    rewards = [{"step": step, "reward": -0.8 + 0.06 * step} for step in range(11)]
+    lines(tmp_path / "rl" / "metrics.jsonl", rewards)
+    assert "-0.75" in report(tmp_path)[1].text.split()  # at the axis
+
+
+def test_a_run_of_the_twin_shows_its_settings(tmp_path):
+    folder = tmp_path / "twin" / "grug"
+    lines(folder / "metrics.jsonl", [{"step": 2, "tokens": 40, "loss": 3.0}])
+    (folder / "recipe.json").write_text(json.dumps({"train": {"batch_tokens": 4096}}), encoding="utf-8")
+    markdown, _ = report(folder.parent)
+    assert "Pretraining in JAX" in markdown and "batch: **4,096 tokens**" in markdown
+
+
 def test_odd_numbers_do_not_break_the_curves(tmp_path):
     records = [{"step": step, "loss": value, "lr_multiplier": 1} for step, value in enumerate(
         [math.nan, 9.0, None, math.inf, "x", 10**400, True, 3.0, 3.0], start=1

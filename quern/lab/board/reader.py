@@ -242,7 +242,8 @@ class StudyRecords:
 def _runs(line: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs of a line: one, or those of a sweep's trial. Each is named by its arm, its size or its trial."""
     if "runs" in line:
-        return [{**run, "recipe": f"trial {line.get('trial')}"} for run in objects(line["runs"])]
+        named = {"recipe": f"trial {line.get('trial')}", "values": line.get("values")}
+        return [{**run, **named} for run in objects(line["runs"])]
     if is_number(budget := line.get("budget")):
         return [{**line, "recipe": f"{line.get('size')} at {budget:.3g} FLOPs"}]
     return [line]
@@ -261,6 +262,7 @@ def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
     entry.status = "diverged" if trial.get("bpb") is None else "finished"
     entry.steps = steps if is_number(steps := trial.get("steps")) else None
     entry.recipe = flat(recipe) if isinstance(recipe, dict) else {}
+    entry.recipe |= values if isinstance(values := trial.get("values"), dict) else {}
     entry.recipe |= {k: trial[k] for k in ("seed", "data_seed", "rung", "value") if k in trial}
     entry.recipe |= {"arm": arm, "train.steps": entry.steps}
     return entry

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -134,7 +135,9 @@ def _parsed(source: str) -> tuple[str, list[str]]:
             imports += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             imports += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return ast.dump(tree), imports
+    # As Python 3.11 writes it: 3.12 adds an empty list to classes and functions, and 3.13 leaves empty lists out.
+    options: dict[str, Any] = {"show_empty": True} if sys.version_info >= (3, 13) else {}
+    return ast.dump(tree, **options).replace(", type_params=[]", ""), imports
 
 
 def _is_text(node: ast.AST) -> bool:

@@ -20,7 +20,7 @@ from quern.lab.verdict import FIRST_LOOK, Finding, Judgement, is_score, judge, r
 from quern.records import changed_files, git_output
 
 # Pairs after which an idea is judged: they train in one process, which compiles once.
-LOOKS = (FIRST_LOOK, 5, 8, 12, 16)
+LOOKS = (FIRST_LOOK, 5, 8, 12, 16, 24, 36, 54, 80)
 TUNE_FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # multiples of the tuned field that every arm tries
 TUNE_SEEDS = (1_000, 1_001)  # seeds that no verdict uses
 CURVE_SEEDS = 3  # seeds of the baseline on the rung above the highest one, which its loss over compute needs

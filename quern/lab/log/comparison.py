@@ -125,7 +125,10 @@ class ComparisonPage:
         machines = {one.machine for runs in self.study.trials.values() for one in runs.values() if one.machine}
         lowest = min(self.rungs, default=min(map(int, plan.rungs)))
         one = plan.rungs[str(lowest)]
-        old = " **Its baseline is an old one: the defaults have changed since.**" if self.old else ""
+        since = (
+            "an old one: the defaults have changed since" if self.today else "in a file or with flags that are no more"
+        )
+        old = f" **Its baseline is {since}.**" if self.old else ""
         if self.aside:
             old += " **Flags of its command change the baseline, so no idea's file has these verdicts.**"
         return (

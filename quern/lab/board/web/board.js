@@ -182,13 +182,14 @@ function singleLines(drawn) {
   return faint;
 }
 
-// Stages are never averaged with each other: they train on different data.
+// Stages, rungs and values of a tuned field are never averaged with each other.
 function groupedLines(drawn) {
-  const stages = new Set(choice.study ? [] : drawn.map((one) => one.run.stage));
+  const apart = choice.study ? ["rung", "value"] : ["@stage"];
+  const varying = apart.filter((by) => by !== choice.group && new Set(drawn.map((one) => groupOf(one.run, by, {}))).size > 1);
   const groups = new Map();
   for (const one of drawn) {
-    const group = groupOf(one.run, choice.group, board.constant);
-    const key = stages.size > 1 && choice.group !== "@stage" ? `${group} · ${one.run.stage}` : group;
+    const parts = varying.map((by) => by.startsWith("@") ? one.run.stage : `${by} ${groupOf(one.run, by, board.constant)}`);
+    const key = [groupOf(one.run, choice.group, board.constant), ...parts].join(" · ");
     groups.set(key, [...(groups.get(key) ?? []), one]);
   }
   const names = [...groups.keys()].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
