@@ -7,9 +7,9 @@ they form one product here, and are copied before each batch (`refresh`), becaus
 """
 
 import copy
-import secrets
 import time
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -24,9 +24,10 @@ from quern.model.base import LanguageModel
 SPAN = 16  # the number of slots that a step reads is a multiple of this
 TINY = 1024  # a matrix of at most this many weights is faster as a loop than as a library call
 PROJECTIONS = ("query", "key", "value")
-ARGUMENTS = ("tokens_B", "slots_S", "owner", "turned")
+ARGUMENTS = ("tokens_B", "slots_S", "turned")
 SHORT = 513  # up to this many slots, two sums are faster than the library's attention
-MAX_COMPILED = 64  # compiled versions in one process: models times numbers of rows
+MAX_COMPILED = 64  # compiled versions of one model: its numbers of rows
+TRY_SECONDS = 20.0  # for which `warm_up` waits until no other thread switches the compiler off
 
 
 class FewRows(TorchFunctionMode):
@@ -84,10 +85,11 @@ def _attend_one(
 
 
 def _step(
-    model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int, turned: bool | None
+    model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, as_written: list[bool], turned: bool | None
 ) -> Tensor:
-    """`decode`, under `FewRows` unless turned is None. owner: identifies the compiled version's `CompiledDecode`."""
-    assert owner >= 0  # reading it makes the compiler guard on it
+    """`decode`, under `FewRows` unless turned is None. as_written: gets True when this runs without the compiler."""
+    if not torch.compiler.is_compiling():
+        as_written[:] = [True]
     if turned is None:
         return decode(model, cache, tokens_B, slots_S)
     with FewRows(cache.max_tokens <= SHORT, turned):
@@ -151,16 +153,19 @@ class CompiledDecode:
         self.max_tokens = -(-context // SPAN) * SPAN + 1
         self._given = self._model = model
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._owner = secrets.randbits(48)
+        self._as_written = [False]
         # dynamic=False: each number of rows has its own version; only the length that `warm_up` marks is symbolic.
         # On a CPU, the hundred calls between kernels are C++ too: from Python each takes some microseconds.
-        # Guards are on the owner and the rows: those on their parts would cost a twentieth of a step.
+        # Guards are on the rows: those on the parts of the model would cost a twentieth of a step. The compiler keeps
+        # versions by code, so each model has a copy of the code, which goes with it.
         options = {"cpp_wrapper": on_cpu, "guard_filter_fn": lambda guards: [one.name in ARGUMENTS for one in guards]}
-        self._step = torch.compile(_step, fullgraph=True, dynamic=False, options=options)
+        step = FunctionType(_step.__code__.replace(), _step.__globals__, _step.__name__)
+        self._step = torch.compile(step, fullgraph=True, dynamic=False, options=options)
 
     @torch.inference_mode()
     def warm_up(self, rows: int) -> None:
-        """Compiles the step for this number of rows, unless it is compiled already."""
+        """Compiles the step for this number of rows, unless it is compiled already. Raises RuntimeError if other
+        threads keep the compiler off (`compiler.eager`)."""
         if rows in self.rows:
             return
         if self._on_cpu and not self.rows:
@@ -172,8 +177,19 @@ class CompiledDecode:
         device = cache.positions_B.device
         slots_S = torch.arange(SPAN, device=device)
         torch._dynamo.mark_dynamic(slots_S, 0)
-        with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
-            self(cache, torch.zeros(rows, dtype=torch.int64, device=device), slots_S)
+        until, tokens_B = time.monotonic() + TRY_SECONDS, torch.zeros(rows, dtype=torch.int64, device=device)
+        while True:  # as long as another thread has switched the compiler off
+            self._as_written[:] = [False]
+            try:
+                with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
+                    self(cache, tokens_B, slots_S)
+            except RuntimeError:  # torch may notice that the step ran as it is written
+                if not self._as_written[0]:
+                    raise
+            if not self._as_written[0]:
+                break
+            if time.monotonic() > until:
+                raise RuntimeError("the decode step was not compiled, while other threads ran without the compiler")
         self.rows = sorted([*self.rows, rows])
 
     def seats(self, rows: int) -> int | None:
@@ -192,4 +208,4 @@ class CompiledDecode:
 
     def __call__(self, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
         turned = self._turned[len(tokens_B)]
-        return self._step(self._model, cache, tokens_B, slots_S, self._owner, turned)
+        return self._step(self._model, cache, tokens_B, slots_S, self._as_written, turned)

@@ -6,6 +6,7 @@ are read in waves, each with a cache of its own, from which finished rows are co
 batch. Seats have room for a whole row, so a row that has joined never has to leave before its end.
 
 A row's tokens do not depend on the other rows: it has its own cache, its own random numbers (sample.py), its own bias.
+In bf16, rounding depends on the number of rows, and may choose another one of two nearly equal tokens.
 """
 
 from __future__ import annotations

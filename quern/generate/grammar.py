@@ -34,8 +34,6 @@ each reply. With its default limits, one expression holds up all other threads f
 MOST_CHARACTERS = 1 << 16
 """The length limit of a grammar. A long one holds up all other threads while its bytes are searched."""
 KEPT = 64  # compiled grammars
-CHECK_EVERY = 16  # tokens between two searches for an ending while many tokens are left
-MARGIN = 64  # "many": so many more than the last ending and the first one have together
 QUOTE, COMMA = ord('"'), ord(",")
 # Bytes that end what is open come first. In a string, that is the quote alone.
 IN_STRING = b'"'
@@ -101,9 +99,8 @@ class Grammars:
 
     def _compile(self, grammar: str, trial: bool = False) -> Grammar:
         found = self._known(grammar, trial)
-        last = found.last  # another thread may begin a reply
-        if last is not None and last.failed:  # perhaps because of the states of the replies before it
-            found.matcher, found.last = self._read(grammar), None
+        if found.worn:  # perhaps by the states of all its replies together
+            found.matcher, found.worn = self._read(grammar), False
         return found
 
     def _read(self, grammar: str) -> LLMatcher:
@@ -161,8 +158,8 @@ class Grammar:
         self.matcher, self._tokenizer = matcher, tokenizer
         self._least: int | None = None
         self._none_within = 0
-        self.last: Constraint | None = None
-        """The state of the reply that began last."""
+        self.worn = False
+        """Whether a reply became too complex to follow. All replies share the matcher's automaton, which grows."""
 
     def shortest(self, most: int) -> int | None:
         """Tokens of the shortest reply that is found, its end token included; None if it has more than `most`."""
@@ -175,25 +172,22 @@ class Grammar:
 
     def start(self, end: int) -> Constraint:
         """end: the token that ends the reply."""
-        self.last = Constraint(self.matcher.deep_copy(), self._tokenizer, end)
-        return self.last
+        return Constraint(self, self._tokenizer, end)
 
 
 class Constraint:
     """The state of one reply in its form. For each token `allowed`, then `choose`, then `push`."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer, end: int) -> None:
-        self._matcher, self._tokenizer, self._end = matcher, tokenizer, end
-        self._ending: list[int] | None = None  # from here on, if it was searched at the token before
-        self._length = self._first = 0  # lengths of the ending that was found last, and of the first one
-        self._unchecked = CHECK_EVERY
+    def __init__(self, form: Grammar, tokenizer: Tokenizer, end: int) -> None:
+        self._form, self._matcher, self._tokenizer, self._end = form, form.matcher.deep_copy(), tokenizer, end
+        self._ending: list[int] | None = None  # known tokens that complete the form from here on
         self.failed = False
         """Whether the form became too complex to follow further. Another thread may ask, while the matcher computes."""
 
     def allowed(self) -> np.ndarray:
         """The tokens that may come next: bool (vocabulary,)."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self.failed = self._matcher.is_error()
+        self._note_failure()
         allowed_V = np.unpackbits(bits, count=self._tokenizer.vocab_size, bitorder="little").astype(bool)
         may_end = allowed_V[self._tokenizer.bos]  # llguidance knows no other end
         allowed_V[self._tokenizer.bos] = False
@@ -204,14 +198,12 @@ class Constraint:
         """An allowed token itself, or the first one of the shortest ending. left: tokens that may still come."""
         if token == self._end:
             return token
-        self._unchecked += 1
-        if self._unchecked < CHECK_EVERY and left - self._length - self._first > MARGIN:
-            self._ending = None
-            return token
-        self._unchecked = 0
-        after = self._matcher.deep_copy()
+        after, ending = self._matcher.deep_copy(), self._ending
         after.consume_token(token)
-        ending = _ending(after, self._tokenizer, left - 1)
+        if ending and ending[0] == token:
+            ending = ending[1:]
+        elif ending is None or len(ending) >= left - 1 or not _completes(after, ending):
+            ending = _ending(after, self._tokenizer, left - 1)
         if ending is None:  # nothing that fits is behind the token
             if self._ending is None:
                 self._ending = _ending(self._matcher, self._tokenizer, left)
@@ -219,20 +211,29 @@ class Constraint:
                 return token
             token, *ending = [*self._ending, self._end]
             ending = ending[:-1]
-        self._ending, self._length = ending, len(ending)
-        self._first = self._first or self._length
+        self._ending = ending
         return token
 
     def push(self, token: int) -> None:
         if token != self._end:
             self._matcher.consume_token(token)
-            self.failed = self._matcher.is_error()
+            self._note_failure()
+
+    def _note_failure(self) -> None:
+        if self._matcher.is_error():
+            self.failed = self._form.worn = True
+
+
+def _completes(matcher: LLMatcher, ending: list[int]) -> bool:
+    after = matcher.deep_copy()
+    return (not ending or after.consume_tokens(ending)) and after.is_accepting()
 
 
 def _ending(matcher: LLMatcher, tokenizer: Tokenizer, most: int) -> list[int] | None:
     """Tokens that complete the form, without the end token; None if none are found, or `most` or more."""
+    longest = max(map(len, tokenizer.merges), default=1)
     for spread in (False, True):
-        found = _greedy(matcher.deep_copy(), tokenizer, 4 * most, spread)
+        found = _greedy(matcher.deep_copy(), tokenizer, longest * most, spread)
         if found is not None:
             tokens = _tokens(found, tokenizer)
             if matcher.deep_copy().validate_tokens(tokens) < len(tokens):

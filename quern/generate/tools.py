@@ -37,7 +37,7 @@ class ToolError(ValueError):
 
 
 _ALPHABET = re.compile(r"[0-9.,+\-*/%() \t]+")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 _LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
 _UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {

@@ -1,8 +1,9 @@
 """The compiled decode step against the plain one: same tokens, and one version for every length and cache."""
 
+import threading
 import time
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from quern import compiler
+from quern.generate import compiled as compiled_module
 from quern.generate.cache import KVCache, attend_masked, decode, pad
 from quern.generate.compiled import SPAN, CompiledDecode, FewRows, turned_is_faster
 from quern.generate.engine import Engine
@@ -100,6 +102,39 @@ def test_each_engine_has_its_own_version(engine: Engine) -> None:
             assert one.generate([[one.tokenizer.bos]], **arguments) == plain.generate(
                 [[one.tokenizer.bos]], **arguments
             )
+
+
+def test_models_that_follow_each_other_are_compiled_while_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that watches a run warms each newer model up while another thread reads prompts, eagerly. The versions
+    of earlier models must not count."""
+    compile, graphs, inside = torch.compile, list[Any](), threading.Event()
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def quickly(function: Any, options: Any, **more: Any) -> Any:
+        return compile(function, backend=backend, options={"guard_filter_fn": options["guard_filter_fn"]}, **more)
+
+    def read() -> None:
+        with compiler.eager():
+            inside.set()
+            time.sleep(0.3)
+
+    monkeypatch.setattr(torch, "compile", quickly)
+    monkeypatch.setattr(compiled_module, "MAX_COMPILED", 2)
+    for turn in range(3):
+        model = toy_model("L", depth=1, context=CONTEXT, vocab_size=toy_tokenizer().vocab_size)
+        engine, reader = Engine(model, toy_tokenizer(), replace(CPU, compile=True)), threading.Thread(target=read)
+        if turn == 2:
+            reader.start()
+            inside.wait()
+        engine.warm_up((1,))
+        assert len(graphs) == turn + 1
+        if turn == 2:
+            reader.join()
+        with torch.compiler.set_stance("fail_on_recompile"):
+            engine.generate([[engine.tokenizer.bos]], max_tokens=100, sampling=GREEDY)
 
 
 def test_the_forms_for_few_rows_are_used_and_agree() -> None:

@@ -94,6 +94,23 @@ def test_json_fits_its_schema_and_ends_in_time(name: str) -> None:
     assert walk(form, 120, 1) == walk(grammars().json(SCHEMAS[name]), 120, 1)
 
 
+def test_an_item_is_not_begun_that_no_longer_fits() -> None:
+    """The shortest list is [], and one object takes 94 tokens."""
+    record = {"type": "object", "properties": {f"field{n}": {"type": "string"} for n in range(10)}}
+    record |= {"required": [*record["properties"]], "additionalProperties": False}
+    form = grammars().json({"type": "array", "items": record})
+    for room in (40, 80, 100, 120):
+        for seed in range(3):
+            text, ended = walk(form, room, seed)
+            assert ended and isinstance(json.loads(text), list)
+
+
+def test_a_text_of_long_tokens_fits() -> None:
+    own = Grammars(Tokenizer.train(["contradiction classification " * 50], 300))
+    word = max(own.tokenizer.merges, key=len).decode()
+    assert len(word) > 8 and own.choice([word]).shortest(2) == 2
+
+
 EXPRESSIONS = [r"[a-z]*[0-9]{3}", r"(ab)*c", r"[A-Z][a-z]+ [0-9]+ (mills|stones)\.", r"é+ü", "[ab]{20}", "[ACGT]{60}"]
 
 
@@ -258,6 +275,16 @@ def test_a_form_that_its_replies_have_worn_out_is_made_again(monkeypatch: pytest
             constraint.push(int(random.choice(np.flatnonzero(allowed_V))))
         return constraint.failed
 
+    early, late = own.regex("[ab]*a[ab]{18}").start(END), None
+    for _ in range(3000):  # a reply that began before another one
+        late = late or own.regex("[ab]*a[ab]{18}").start(END)
+        allowed_V = early.allowed()
+        if early.failed:
+            break
+        early.push(int(random.choice([token for token in np.flatnonzero(allowed_V) if token != END])))
+    third = own.regex("[ab]*a[ab]{18}").start(END)
+    third.allowed()
+    assert early.failed and not third.failed
     found = [fails() for _ in range(20)]
     assert True in found and (True, True) not in zip(found, found[1:], strict=False)
     assert own.regex("x") is other, "other forms stay"
