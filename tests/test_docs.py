@@ -118,3 +118,10 @@ def test_the_flags_beside_those_of_other_trainers_exist() -> None:
         assert check(flags_of(kinds[verb]), words, "quern")
     with pytest.raises(ValueError, match="--train.step"):
         check(flags_of(kinds["pretrain"]), ["--train.stepp", "3"], "quern")
+
+
+def test_a_service_starts_no_script_of_a_copied_environment() -> None:
+    """Such a script begins with the path of the environment for which it was made."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    starts = re.findall(r"^ExecStart=(?:\S*\.venv/bin/(\w+))?", pages, re.MULTILINE)
+    assert set(starts) == {"python"}

@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from quern.generate.reply import Completion, Delta, Event, Token
-from quern.serve.schema import ApiError
+from quern.serve.schema import ApiError, failure
 from quern.serve.worker import Job
 from quern.text.tokenizer import Tokenizer
 
@@ -166,7 +166,7 @@ class Answer(ABC):
             async for events in self.job.batches():
                 self.take(events)
         except Exception as error:
-            raise as_api_error(error) from error
+            raise failure(error) from error
 
     async def whole(self) -> str:
         """The complete response as JSON. Raises ApiError if the job fails."""
@@ -207,7 +207,7 @@ class Answer(ABC):
             if include_usage:
                 yield server_sent({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
         except Exception as error:
-            yield server_sent(as_api_error(error).body)
+            yield server_sent(failure(error).body)
         yield "data: [DONE]\n\n"
 
     def usage(self) -> dict[str, Any]:
@@ -314,13 +314,6 @@ def _choice(index: int, content: dict[str, Any], told: Any = None, finish_reason
 
 def server_sent(data: dict[str, Any]) -> str:
     return f"data: {encode(data)}\n\n"
-
-
-def as_api_error(error: BaseException) -> ApiError:
-    """The error for the client; 500 for an unexpected one."""
-    if isinstance(error, ApiError):
-        return error
-    return ApiError("The server failed on this request.", status=500, kind="server_error")
 
 
 def error_response(error: ApiError) -> Response:

@@ -62,11 +62,11 @@ class Metrics:
                         self.queries.labels(name).inc(event.value.prompt_tokens)
                         self.hits.labels(name).inc(event.value.cached_tokens)
 
-    def finish(self, name: str, seconds: float, cancelled: bool) -> None:
-        """Counts a request that has ended or was cancelled, so long after its arrival."""
+    def finish(self, name: str, seconds: float, early: str | None) -> None:
+        """Counts a request that has ended, so long after its arrival. early: what ended it early: abort, error."""
         self.whole.labels(name).observe(seconds)
-        if cancelled:
-            self.success.labels(name, "abort").inc()
+        if early:
+            self.success.labels(name, early).inc()
 
 
 def append_to(file: FileIO, log: Callable[[str], None]) -> Callable[[str], None]:

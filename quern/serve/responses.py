@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from quern.serve.answers import Chat, as_api_error, encode, server_sent
-from quern.serve.schema import MAX_TOOLS, ChatRequest, Items, JsonSchema, Name, Strict, Tokens, parse_request
+from quern.serve.answers import Chat, encode, server_sent
+from quern.serve.schema import MAX_TOOLS, ChatRequest, Items, JsonSchema, Name, Strict, Tokens, failure, parse_request
 
 NAMES = {
     r"^messages$": "input",
@@ -226,7 +226,7 @@ class Responses:
             body = self._body(items)
             yield event(body["status"], response=body)
         except Exception as error:
-            failed = {"code": "server_error", "message": as_api_error(error).body["error"]["message"]}
+            failed = {"code": "server_error", "message": failure(error).body["error"]["message"]}
             yield event("failed", response=self._body([], "failed") | {"error": failed})
 
     @property

@@ -27,7 +27,7 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Event, Generation, Token
 from quern.generate.sampling import CHAT
 from quern.records import read_lines
-from quern.serve.answers import JSON, Answer, Chat, EventStream, Text, as_api_error, error_response
+from quern.serve.answers import JSON, Answer, Chat, EventStream, Text, error_response
 from quern.serve.prompts import read_chat, read_texts, require_tokens, tokens_of
 from quern.serve.responses import Responses, ResponsesRequest
 from quern.serve.schema import (
@@ -37,6 +37,7 @@ from quern.serve.schema import (
     DetokenizeRequest,
     Strict,
     TokenizeRequest,
+    as_api_error,
     ignored_fields,
     parse_request,
     read_json,

@@ -10,6 +10,7 @@ https://docs.vllm.ai/en/stable/serving/openai_compatible_server/ for the additio
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -81,6 +82,20 @@ class ApiError(Exception):
             told["param"] = rename(param)
             told["message"] = told["message"].replace(f"'{param}'", f"'{told['param']}'")
         return self
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """The error for the client; 500 for an unexpected one."""
+    if isinstance(error, ApiError):
+        return error
+    return ApiError("The server failed on this request.", status=500, kind="server_error")
+
+
+def failure(error: Exception) -> ApiError:
+    """`as_api_error` of an error that nobody else reports: the server's log gets an unexpected one."""
+    if not isinstance(error, ApiError):
+        logging.getLogger("uvicorn.error").error("A request failed", exc_info=error)
+    return as_api_error(error)
 
 
 def invalid(param: str, why: object) -> ApiError:

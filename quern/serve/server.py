@@ -113,6 +113,8 @@ def run(
         listeners = [own]
         if replica:
             listeners.append(listen(host, replica.port, shared=True))
+            # Not before: the port would be free for others until now. Closed connections would block it after the end.
+            listeners[1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listeners[1].listen(WAITING_CONNECTIONS)
             replica.link.send(b".")  # ready
         if invite:

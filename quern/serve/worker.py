@@ -20,7 +20,7 @@ from typing import Any
 from quern.generate.engine import SERVED_TOKENS, Engine
 from quern.generate.reply import Event, Generation
 from quern.serve.metrics import Metrics
-from quern.serve.schema import ApiError
+from quern.serve.schema import ApiError, failure
 
 STOP_SECONDS = 10.0
 WAITING_ROWS = 256  # of one engine; further requests are refused
@@ -185,8 +185,11 @@ class Worker:
         if self._jobs:
             try:
                 self.engine.step(SERVED_TOKENS)
-            except Exception as error:  # the readers report the error; the worker goes on
-                _send([(job, error) for job in self._jobs])
+            except Exception as error:  # the readers report it, without its frames; the worker goes on
+                told, now = failure(error), time.perf_counter()
+                for job in self._jobs:
+                    self._metrics.finish(self.name, now - job.arrived, "error")
+                _send([(job, told) for job in self._jobs])
                 self._jobs = []
             else:
                 self._deliver()
@@ -213,7 +216,7 @@ class Worker:
                 else:
                     ended.append((job, None))
             except Exception as error:
-                ended.append((job, error))
+                ended.append((job, failure(error)))
         _send(ended)
 
     def _deliver(self) -> None:
@@ -237,7 +240,7 @@ class Worker:
                 still_open.append(job)
             else:
                 items.append((job, None))
-                self._metrics.finish(self.name, now - job.arrived, cancelled)
+                self._metrics.finish(self.name, now - job.arrived, "abort" if cancelled else None)
         self._jobs = still_open
         _send(items)
 

@@ -160,6 +160,7 @@ def test_sigterm_lets_the_streams_of_both_end(served: Served) -> None:
         assert not all(one.done() for one in open_ones), "the streams ended too soon to prove anything"
         assert [streamed(one.result()) for one in open_ones] == expected
     assert served.process.wait(60) == 0 and served.refuses()
+    listen("127.0.0.1", served.port).close()  # also while its closed connections are remembered (TIME_WAIT)
     assert not any(Path(f"/proc/{one}").exists() for one in children)
     assert not served.left() and "Traceback" not in served.log(), served.log()
 

@@ -36,7 +36,7 @@ from quern.text.chat import render_prompt
 from quern.text.tokenizer import Tokenizer
 from tests.browser.parrot import make_parrot
 from tests.serve.conftest import CHAT, CONTEXT, HELLO, NAME, NO_END, check_error, post, said
-from tests.support.http_server import running, web
+from tests.support.http_server import counters, running, web
 from tests.support.load_clients import post as wire
 from tests.support.toy_engine import Hooked, toy_engine
 from tests.support.waiting import until
@@ -448,7 +448,9 @@ def test_too_many_waiting_are_told_to_come_back(engine: Engine, slow: Steps, mon
         assert response.headers["retry-after"] == "1"
 
 
-def test_a_failing_engine_ends_a_stream_with_an_error_and_done(engine: Engine) -> None:
+def test_a_failing_engine_ends_a_stream_with_an_error_and_done(
+    engine: Engine, capfd: pytest.CaptureFixture[str]
+) -> None:
     steps = itertools.count(1)
 
     def fail() -> None:
@@ -468,6 +470,8 @@ def test_a_failing_engine_ends_a_stream_with_an_error_and_done(engine: Engine) -
             *_, last = client.responses.create(model=NAME, input="Hello?", stream=True)
         assert last.type == "response.failed" and last.response.status == "failed" and last.response.error
         assert last.response.error.message == "The server failed on this request."
+        assert counters(base)["request_success_total error"] == 4
+        assert capfd.readouterr().err.count("RuntimeError: secret detail") == 4, "each is logged once"
         assert web.get(f"{base}/health").status_code == 200
 
 
