@@ -29,7 +29,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from quern.serve.access import Hosts, Keys
 from quern.serve.answers import error_response
 from quern.serve.routes import MAX_BODY_BYTES, page_paths
-from quern.serve.schema import ApiError
+from quern.serve.schema import ApiError, as_api_error
 
 HEADER_BYTES = 1 << 16
 RAW_BODY_BYTES = 2 * MAX_BODY_BYTES  # chunk sizes, extensions and trailers included
@@ -363,7 +363,13 @@ class Frontier:
                 refusal = self._excess(client)
                 counted = refusal is None
             app = self._app if refusal is None else self._shared(error_response(refusal))
-            await app(scope, receive, send_with_headers)
+            try:
+                await app(scope, receive, send_with_headers)
+            except Exception as error:  # uvicorn logs it
+                if line["status"] == 499:
+                    failed = self._shared(error_response(as_api_error(error)))
+                    await failed(scope, receive, send_with_headers)
+                raise
         finally:
             if counted:
                 self._open[client] -= 1

@@ -5,10 +5,16 @@ import math
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from quern.generate.engine import Engine
+from quern.serve.gate import Gate
 from quern.serve.routes import MAX_BODY_BYTES
+from quern.serve.server import LOOPBACK, create_app
 from tests.serve.conftest import CHAT, CONTEXT, FIRST, RESPONSES, TEXT, check_error, post, said
-from tests.support.http_server import web
+from tests.support.http_server import running, web
 
 
 def schema(of: Any, kind: str = "json_schema") -> dict[str, Any]:
@@ -190,3 +196,20 @@ def test_a_missing_parameter_a_wrong_model_media_type_size_path_and_method(url: 
     assert web.get(url + CHAT).headers["allow"] == "POST"
     for path in ("/../pyproject.toml", "/%2e%2e/server.py", "/..%2fserver.py", "/app.js/../server.py", "/server.py"):
         assert web.get(url + path).status_code == 404, path
+
+
+def test_an_error_that_nobody_expected_is_in_both_logs_and_its_answer_has_all_headers(
+    engine: Engine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Request) -> Response:
+        raise LookupError("secret")
+
+    lines = list[str]()
+    app = create_app({"toy": engine}, Gate(LOOPBACK, log=lines.append, origins=["https://a.example"]))
+    app.router.routes.insert(0, Route("/fails", fail))
+    with running(app) as url:
+        answer = web.get(f"{url}/fails", headers={"origin": "https://a.example"})
+    check_error(answer, 500, "The server failed on this request.")
+    [line] = map(json.loads, lines)
+    assert line["status"] == 500 and line["id"] == answer.headers["x-request-id"]
+    assert "access-control-allow-origin" in answer.headers and "LookupError: secret" in capfd.readouterr().err
