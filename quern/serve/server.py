@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import math
 import signal
 import socket
 import ssl
@@ -33,7 +34,7 @@ from quern.machine import Machine
 from quern.runs.load import load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.serve.access import Hosts
-from quern.serve.gate import HEADER_BYTES, Connections, Frontier, Gate
+from quern.serve.gate import HEADER_BYTES, HEADER_SECONDS, Connections, Frontier, Gate
 from quern.serve.routes import ON_ERROR, Welcome, read_welcome, routes
 from quern.serve.worker import IDLE_SECONDS, REQUEST_SECONDS, Models
 from quern.train import manifest
@@ -262,6 +263,7 @@ def configure(
         http=http,
         loop="asyncio" if tls else "auto",  # uvloop reads on while `start_tls` begins
         ws="none",
+        timeout_keep_alive=math.ceil(HEADER_SECONDS),
         h11_max_incomplete_event_size=2 * HEADER_BYTES,
         proxy_headers=bool(trusted),
         forwarded_allow_ips=list(trusted),

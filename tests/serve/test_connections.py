@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
 from quern.serve.gate import HEADER_BYTES, Connection, Connections, Gate, Pace
 from quern.serve.server import LOOPBACK, create_app
@@ -133,6 +135,16 @@ def test_a_stalled_connection_is_closed(url: str, begin: bytes) -> None:
         connection.sendall(begin)
         reply(connection)
     assert time.monotonic() - start < 3
+
+
+def test_an_idle_connection_stays_for_the_time_of_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn's own default is less; here it is 0."""
+    monkeypatch.setattr("uvicorn.Config", partial(uvicorn.Config, timeout_keep_alive=0))
+    with running(create_app({"toy": toy_engine()})) as url, connected(url) as connection:
+        for _ in range(2):
+            connection.sendall(GET + b"\r\n")
+            time.sleep(0.2)  # the response comes in two pieces
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
 def test_a_drip_does_not_move_the_deadline(url: str) -> None:
