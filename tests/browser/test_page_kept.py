@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.browser.chrome import Chrome
-from tests.browser.parrot import DONE, Page
+from tests.browser.parrot import DONE, READY, Page
 
 # What a download would be written to a folder is taken from the page instead.
 CATCH_DOWNLOAD = "URL.createObjectURL = (blob) => { window.saved = blob.text(); return 'blob:none'; }"
@@ -323,6 +323,18 @@ def test_a_reply_that_the_browser_cannot_keep_is_shown(page: Page) -> None:
     page.ask("first")
     assert page.said() == ["first", "fine"]
     assert "could not keep the conversation: The disk is full" in page.texts("#toast")[0]
+
+
+def test_the_link_with_a_key_leaves_what_the_user_has_cleared(page: Page) -> None:
+    page.set("temperature", "")
+    page.chrome.open("about:blank")
+    page.chrome.open(f"{page.url}/#key=secret")
+    for _ in range(2):
+        page.wait(READY)
+        assert page.run("document.getElementById('set-temperature').value") == ""
+        page.open(fresh=False)
+    page.run("document.getElementById('settings-reset').click()")
+    assert page.run("localStorage.getItem('quern-settings')") == "{}"
 
 
 def test_a_browser_that_keeps_nothing_shows_the_page(shared_page: Page, tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ export function begin(sampling) {
 
 function keep() {
   const { key } = settings;
-  const others = Object.fromEntries(Object.entries(settings).filter(([name, value]) => name !== "key" && value !== DEFAULTS[name]));
+  // A default may be the page's own yet: a field that the user has cleared equals it, and stays cleared.
+  const own = ([name, value]) => name !== "key" && (name in kept || value !== DEFAULTS[name]);
+  const others = Object.fromEntries(Object.entries(settings).filter(own));
   try {
     localStorage.setItem(KEPT, JSON.stringify(others));
     sessionStorage.setItem(KEY, key);
@@ -158,6 +160,7 @@ export function build() {
   );
   byId("settings-reset").addEventListener("click", () => {
     Object.assign(settings, DEFAULTS, { key: settings.key });
+    kept = {};
     keep();
     fill();
   });
