@@ -192,6 +192,25 @@ def test_the_prompt_is_shown_as_it_was_read_and_its_cached_part_shaded(page: Pag
     assert [("cached" in one) for one in classes(page, ".prompt .token")] == [n < 7 for n in range(len(prompt))]
 
 
+def test_the_prompt_of_an_old_reply_has_the_system_text_of_its_time(page: Page) -> None:
+    page.click("#settings-open")
+    page.type("#system", "You are a miller.")
+    page.press("Escape")
+    page.ask("one", reason="length")
+    [[prompt]] = [asked[0] for asked in page.engine.asked]
+    page.click("#settings-open")
+    page.type("#system", "Be brief.")
+    page.press("Escape")
+    page.engine.will_say(" more")
+    go_on(page, "more")
+    assert page.engine.asked[0][0][0][: len(prompt)] == prompt
+    page.reopen()
+    page.click("#xray")
+    page.click(".prompt summary")
+    page.wait("document.querySelectorAll('.prompt .token').length > 2")
+    assert "".join(page.texts(".prompt .token")) == page.engine.tokenizer.decode(prompt)
+
+
 def test_a_text_is_continued_and_branches_from_its_own_tokens(page: Page) -> None:
     engine, tokenizer = page.engine, page.engine.tokenizer
     page.click("input[value=text]")

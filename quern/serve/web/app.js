@@ -82,7 +82,8 @@ async function begin(node, part, place, token) {
     const parts = [...node.parts.slice(0, part).map((one) => ({ ...one })), { type: "text", text }];
     const ids = ends ? null : await beginningIds(model, conversation, node, parts, own);
     const branched = addNode(conversation, node.parent, "assistant", parts);
-    Object.assign(branched, { model: node.model, skipped: node.skipped ?? 0, cut: node.cut ?? 0 });
+    const { system = conversation.system, skipped = 0, cut = 0 } = node;
+    Object.assign(branched, { model: node.model, system, skipped, cut });
     const given = [...earlier, ...own];
     if (ends) {
       branched.finish = "stop";
@@ -102,6 +103,7 @@ async function begin(node, part, place, token) {
 
 async function answer(conversation, node, plan = {}, tokens = []) {
   ui.problem(null);
+  if (plan.ids === undefined) node.system = conversation.system; // later changes of it are for later replies
   const onupdate = () => { frame ||= requestAnimationFrame(drawLive); };
   reply = new Reply({ model: byId("model").value, context, conversation, node, plan, tokens: [...tokens], onupdate });
   const own = reply;

@@ -86,7 +86,7 @@ export class Reply {
     const { signal } = this.controller;
     if (this.plan.ids === undefined && this.conversation.mode === "chat") {
       const scores = recorded > 0 ? { logprobs: true, top_logprobs: recorded } : {};
-      const messages = messagesOf(this.conversation, this.node.parent);
+      const messages = messagesOf(this.conversation, this.node.parent, this.node.system);
       return this.fit(messages, (shorter) => post("/v1/chat/completions", { ...common, ...scores, messages: shorter }, signal));
     }
     const ids = this.plan.ids ?? (await tokenize(this.model, { prompt: documentOf(this.conversation, this.node.parent) }, signal));
@@ -130,7 +130,7 @@ const without = (ids, cut) => [ids[0], ...ids.slice(1 + cut)];
 
 /** The messages that a node answers, as they were sent. */
 function messagesBefore(conversation, node) {
-  const messages = messagesOf(conversation, node.parent);
+  const messages = messagesOf(conversation, node.parent, node.system);
   const system = messages[0].role === "system" ? 1 : 0;
   return [...messages.slice(0, system), ...messages.slice(system + (node.skipped ?? 0))];
 }

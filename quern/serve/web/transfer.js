@@ -104,6 +104,7 @@ function unpackNode(id, given, where) {
     node.finish = typeof given.finish === "string" ? given.finish : null;
     node.skipped = Number.isInteger(given.skipped) && given.skipped > 0 ? given.skipped : 0;
     if (Number.isInteger(given.cut) && given.cut > 0) node.cut = given.cut;
+    if (typeof given.system === "string") node.system = given.system;
     if (typeof given.model === "string") node.model = given.model;
     const stats = Object.entries(isObject(given.stats) ? given.stats : {});
     node.stats = Object.fromEntries(stats.filter(([name, value]) => /^[a-z]+$/.test(name) && Number.isFinite(value)));

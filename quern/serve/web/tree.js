@@ -3,8 +3,9 @@
 // conversation: {id, title, named, mode: "chat" | "text", system, created, updated, nodes: {id: node}, leaf, shortened}
 // shortened: the user agreed that the oldest messages are left out when the context is full.
 // node: {id, parent, role: "user" | "assistant", parts: [{type: "text" | "tool" | "output", text}], time, pick, …}
-// An assistant's node also has `model`, `finish` and `stats` of the reply, and what its prompt left out: `skipped`, the
-// oldest messages of a chat, the first tokens of a text; `cut`, tokens of a chat. In a text, roles say who wrote.
+// An assistant's node also has `model`, `finish` and `stats` of the reply, `system` of its prompt, and what that left out:
+// `skipped`, the oldest messages of a chat, the first tokens of a text; `cut`, tokens of a chat. In a text, roles say who
+// wrote.
 
 import { newId } from "./dom.js";
 
@@ -74,14 +75,14 @@ export function textOf(node) {
   return node.parts.filter((part) => part.type === "text").map((part) => part.text).join("");
 }
 
-/** The conversation as the API takes it, up to the node `end`. */
-export function messagesOf(conversation, end) {
+/** The conversation as the API takes it, up to the node `end`, after a system text. */
+export function messagesOf(conversation, end, text = conversation.system) {
   const messages = path(conversation, end).map((node) =>
     node.role === "user"
       ? { role: "user", content: textOf(node) }
       : { role: "assistant", content: textOf(node), parts: node.parts },
   );
-  const system = conversation.system.trim();
+  const system = text.trim();
   return system === "" ? messages : [{ role: "system", content: system }, ...messages];
 }
 
