@@ -152,6 +152,10 @@ def while_parent_lives(requests: Iterable[Any]) -> Iterator[Any]:
     return iter(waiting.get, None)
 
 
+UNAWAITED = "quern-unawaited"
+"""The name of daemon threads that compute: where one is left, `quern` ends without Python's end, which may abort."""
+
+
 def together(count: int, work: Callable[[int], None]) -> None:
     """Calls `work` with 0 … count - 1 at the same time, and waits. Raises the first error when all have ended.
 

@@ -14,9 +14,10 @@ import os.path
 import select
 import signal
 import sys
+import threading
 
 from quern import __version__
-from quern.process import environment, prompt_signals  # importing it sets what PyTorch reads when it is imported
+from quern.process import UNAWAITED, environment, prompt_signals  # sets what PyTorch reads when it is imported
 
 INTERRUPTED = "interrupted"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -25,6 +26,14 @@ EXIT_UNREAD = 141  # 128 + SIGPIPE. The signal stays ignored, because the defaul
 
 def main(arguments: list[str] | None = None) -> int:
     """The console script. Returns the exit code."""
+    code = run(arguments)
+    if any(thread.name == UNAWAITED for thread in threading.enumerate()):
+        os._exit(code)
+    return code
+
+
+def run(arguments: list[str] | None) -> int:
+    """Runs a verb, and writes out the streams. Returns the exit code."""
     # A stream that was closed (`>&-`) is the null device: no file that is opened later gets its number.
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

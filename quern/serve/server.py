@@ -17,12 +17,14 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -31,6 +33,7 @@ from starlette.types import ASGIApp
 
 from quern.generate.engine import Engine
 from quern.machine import Machine
+from quern.process import UNAWAITED
 from quern.runs.load import load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.serve.access import Hosts
@@ -39,6 +42,7 @@ from quern.serve.routes import ON_ERROR, Welcome, read_welcome, routes
 from quern.serve.worker import IDLE_SECONDS, REQUEST_SECONDS, Models
 from quern.train import manifest
 
+Result = TypeVar("Result")
 TRIM_SECONDS = 5.0
 TOKENIZING_THREADS = 1  # each keeps memory of its longest text
 DRAIN_SECONDS = 30
@@ -158,9 +162,7 @@ def open_app(
                         continue
                     shown[name] = newest
                     greeting = welcome()
-                    with ThreadPoolExecutor(1) as threads:  # OpenMP's threads for it end with it
-                        opened = asyncio.get_running_loop().run_in_executor(threads, source.open, lines.append)
-                        engine, what = await opened
+                    engine, what = await aside(partial(source.open, lines.append))
                 except Exception as error:  # the server goes on with the model that it has, and tries again
                     lines.append(f"{name}: the newest checkpoint cannot be served ({error}); the one before goes on")
                     for line in lines if lines != told.get(name) else ():
@@ -208,6 +210,26 @@ def create_app(
     app = Starlette(routes=routes(models), middleware=middleware, exception_handlers=ON_ERROR, lifespan=lifespan)
     app.state.models, app.state.welcome = models, welcome or Welcome()
     return app
+
+
+async def aside(function: Callable[[], Result]) -> Result:
+    """Runs a function in a thread of its own; OpenMP's threads for it end with it. The program's end waits for none."""
+    done = Future[Result]()
+
+    def run(done: Future[Result]) -> None:
+        done.set_running_or_notify_cancel()
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+        finally:
+            del done  # an error holds this frame: see `Worker.call`
+
+    threading.Thread(target=run, name=UNAWAITED, args=(done,), daemon=True).start()
+    try:
+        return await asyncio.wrap_future(done)
+    finally:
+        del done
 
 
 async def give_memory_back() -> None:

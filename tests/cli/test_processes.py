@@ -112,6 +112,24 @@ def test_closed_streams_are_nowhere_and_no_file_gets_their_numbers(tmp_path: Pat
     assert int((tmp_path / "file").read_text(encoding="utf-8")) > 2
 
 
+UNAWAITED = """
+import sys, threading, torch
+from quern import process
+from quern.cli.main import main
+def compute():
+    while True:
+        (torch.ones(9) @ torch.ones(9)).exp()
+threading.Thread(target=compute, name=process.UNAWAITED, daemon=True).start()
+sys.exit(main(["--version"]))
+"""
+
+
+def test_a_thread_that_still_computes_does_not_abort_the_process() -> None:
+    """Python ends such a thread within C++, which then calls abort()."""
+    done = subprocess.run([sys.executable, "-c", UNAWAITED], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("quern")
+
+
 # What a process imports -----------------------------------------------------------------------------------------------
 
 

@@ -325,6 +325,24 @@ def test_the_server_looks_for_newer_checkpoints_also_after_a_look_or_an_opening_
     assert lines.count("step 2 is damaged") == 1 and sum("none is good" in line for line in lines) == 1, "told once"
 
 
+def test_a_signal_does_not_wait_for_the_opening_of_a_newer_checkpoint(tmp_path: Path) -> None:
+    class Endless(Changing):
+        def open(self, log: Any) -> tuple[Engine, str]:
+            if self.looks[0] == 2:
+                killed.append(time.monotonic())
+                os.kill(os.getpid(), signal.SIGTERM)
+                ended.wait(5)
+            return toy_engine(context=256), "a step"
+
+    killed, ended = list[float](), threading.Event()
+    Changing.looks = [1, 1, 2]
+    app = open_app({"toy": Endless(RunDir(tmp_path, "toy"), None, CPU, 0)}, Gate(LOOPBACK), 600, print, "", 0.05)
+    with listen("127.0.0.1", 0) as listener:
+        serve(app, [listener])
+    ended.set()
+    assert time.monotonic() - killed[0] < 2
+
+
 def test_a_checkpoint_that_is_repaired_in_its_place_is_another_one(tmp_path: Path) -> None:
     run = RunDir(tmp_path, "toy")
     source, folder = Source(run, None, CPU, 0), run.checkpoints("sft") / "step-00000100"
