@@ -4,7 +4,7 @@ Hypothesis: embeddings and head need no decay.
 Source: nanochat's experiment log, 2026-01-10: AdamW has none. Our default has nanochat's later values, 0.001 to
 0.05.
 Expected effect: no difference.
-Verdict: undecided on rung 0 (+0.0018 bits per byte, 8 pairs); multiplier × 0.985 [0.968, 1.002]. Study ladder-2.
+Verdict: no difference on rung 0 (+0.0020 bits per byte, 8 pairs); multiplier × 0.983 [0.966, 1.000]. Study ladder-2.
 Before: old baseline: worse, small on rung 0 (+0.0023 bits per byte, 8 pairs); multiplier × 0.987 [0.979, 0.995]. Study
 ladder.
 """

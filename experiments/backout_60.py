@@ -4,7 +4,7 @@ Hypothesis: a later tap subtracts more of what the head does not need.
 Source: nanochat's experiment log, 2026-01-16, and modded-nanogpt, whose tap is there. At small depths the tap is at
 least one layer later than the default's.
 Expected effect: no difference.
-Verdict: undecided on rung 0 (+0.0011 bits per byte, 3 pairs); multiplier × 0.991 [0.951, 1.035]. Study ladder-2.
+Verdict: undecided on rung 0 (+0.0024 bits per byte, 8 pairs); multiplier × 0.980 [0.961, 0.999]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0016 bits per byte, 5 pairs); multiplier × 0.991 [0.980, 1.003]. Study
 ladder.
 

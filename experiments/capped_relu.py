@@ -3,7 +3,7 @@
 Hypothesis: bounded activations have no outliers, which low precision cannot represent.
 Source: Kimi K3. nanochat's experiment log, 2026-08-02: slightly worse.
 Expected effect: no difference, or slightly worse.
-Verdict: undecided on rung 0 (-0.0000 bits per byte, 3 pairs); multiplier × 1.000 [0.963, 1.038]. Study ladder-2.
+Verdict: no difference on rung 0 (-0.0009 bits per byte, 8 pairs); multiplier × 1.008 [0.990, 1.025]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (-0.0001 bits per byte, 5 pairs); multiplier × 1.001 [0.989, 1.012]. Study
 ladder.
 """

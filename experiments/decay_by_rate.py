@@ -6,7 +6,7 @@ in some tens of steps learn no induction.
 Source: Wang and Aitchison 2024 (arXiv 2405.13698): the time in which AdamW forgets should be a constant share of the
 run.
 Expected effect: better at small batches.
-Verdict: undecided on rung 0 (-0.0028 bits per byte, 3 pairs); multiplier × 1.023 [0.980, 1.068]. Study ladder-2.
+Verdict: better, small on rung 0 (-0.0045 bits per byte, 8 pairs); multiplier × 1.039 [1.018, 1.061]. Study ladder-2.
 Before: old baseline: better, small on rung 0 (-0.0033 bits per byte, 8 pairs); multiplier × 1.019 [1.008, 1.030]. Study
 ladder.
 

@@ -4,7 +4,7 @@ Hypothesis: dense connections let a token fetch what later layers have overwritt
 Source: MUDD (Xiao et al. 2025, arXiv 2502.12170), a speedrun record. There, queries, keys, values and stream have
 mixtures of their own from a small network; here one linear map gives one mixture, which starts at 0.
 Expected effect: better at equal steps, slower, with more memory.
-Verdict: undecided on rung 0 (+0.0023 bits per byte, 8 pairs); multiplier × 0.981 [0.949, 1.018]. Study ladder-2.
+Verdict: undecided on rung 0 (+0.0031 bits per byte, 8 pairs); multiplier × 0.973 [0.943, 1.009]. Study ladder-2.
 Before: old baseline: worse, small on rung 0 (+0.0041 bits per byte, 8 pairs); multiplier × 0.976 [0.962, 0.993]. Study
 ladder.
 """

@@ -4,7 +4,7 @@ Hypothesis: attention across documents is noise.
 Source: nanochat's experiment log, 2026-01-13 (varlen attention): 0.0002 bits per byte better, which is almost noise.
 modded-nanogpt masks documents.
 Expected effect: no difference.
-Verdict: undecided on rung 0 (-0.0009 bits per byte, 3 pairs); multiplier × 1.009 [0.967, 1.056]. Study ladder-2.
+Verdict: no difference on rung 0 (-0.0000 bits per byte, 8 pairs); multiplier × 1.001 [0.984, 1.021]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (-0.0002 bits per byte, 5 pairs); multiplier × 1.002 [0.993, 1.012]. Study
 ladder.
 """

@@ -4,7 +4,7 @@ Hypothesis: very short documents are noise.
 Source: nanochat's experiment log, 2026-01-15, as a repair of Olmo's mixture (CORE fell from 15.5 to 13.8 with that
 data).
 Expected effect: no difference on clean data.
-Verdict: undecided on rung 0 (-0.0038 bits per byte, 8 pairs); multiplier × 1.032 [1.005, 1.058]. Study ladder-2.
+Verdict: undecided on rung 0 (-0.0033 bits per byte, 8 pairs); multiplier × 1.028 [1.002, 1.053]. Study ladder-2.
 Before: old baseline: worse on rung 0 (+0.0070 bits per byte, 8 pairs); multiplier × 0.961 [0.937, 0.985]. Study ladder.
 """
 

@@ -4,7 +4,7 @@ Hypothesis: an average over the last steps removes noise that the warm-down does
 Source: Polyak averaging; EMA and SWA are mentioned in nanochat's experiment log, 2026-03-24: they did not help.
 Expected effect: no difference, since the rate falls almost to zero. Bits per byte before the last step are those of
 the plain weights; so are those at the end if the run skipped a step.
-Verdict: no difference on rung 0 (+0.0015 bits per byte, 8 pairs); multiplier × 0.988 [0.975, 1.002]. Study ladder-2.
+Verdict: no difference on rung 0 (+0.0016 bits per byte, 8 pairs); multiplier × 0.987 [0.973, 1.002]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0013 bits per byte, 5 pairs); multiplier × 0.992 [0.984, 1.002]. Study
 ladder.
 """

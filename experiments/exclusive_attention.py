@@ -5,7 +5,7 @@ Source: nanochat's experiment log, 2026-03-24 (from parameter-golf), in the deep
 embedding: slightly better per step, not in time. Here: the deepest quarter of the layers, those with value
 embeddings left out.
 Expected effect: slightly better at equal steps.
-Verdict: no difference on rung 0 (+0.0008 bits per byte, 8 pairs); multiplier × 0.984 [0.967, 1.002]. Study ladder-2.
+Verdict: no difference on rung 0 (+0.0010 bits per byte, 8 pairs); multiplier × 0.982 [0.965, 1.001]. Study ladder-2.
 Before: old baseline: undecided on rung 0 (+0.0023 bits per byte, 5 pairs); multiplier × 0.977 [0.968, 0.987]. Study
 ladder.
 """

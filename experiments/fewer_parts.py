@@ -4,7 +4,7 @@ Hypothesis: none of the four is missed beside the key offset, and the model, its
 Source: nanochat's experiment log, 2026-01-16 (smear and backout: negligible or no improvement); Muon+ and MuonEq-R are
 later defaults of nanochat.
 Expected effect: no difference.
-Verdict: undecided on rung 0 (+0.0021 bits per byte, 8 pairs); multiplier × 0.983 [0.962, 1.006]. Study ladder-2.
+Verdict: undecided on rung 0 (+0.0024 bits per byte, 8 pairs); multiplier × 0.980 [0.959, 1.002]. Study ladder-2.
 Before: old baseline: undecided on rung 0 (+0.0012 bits per byte, 3 pairs); undecided on rung 1 (+0.0055 bits per byte,
 3 pairs); multiplier × 0.953 [0.892, 1.027], unclear. Study ladder-offset.
 """

@@ -4,7 +4,7 @@ Hypothesis: a gate that sees the whole token decides better what to take from th
 Source: nanochat's experiment log, 2026-01-16: a tiny improvement that is not worth the parameters. The gate's matrix
 is in Muon's group here.
 Expected effect: no difference.
-Verdict: no difference on rung 0 (+0.0004 bits per byte, 8 pairs); multiplier × 0.986 [0.966, 1.006]. Study ladder-2.
+Verdict: no difference on rung 0 (+0.0006 bits per byte, 8 pairs); multiplier × 0.984 [0.964, 1.005]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0004 bits per byte, 5 pairs); multiplier × 0.987 [0.977, 0.997]. Study
 ladder.
 """

@@ -4,7 +4,7 @@ Hypothesis: a gate that sees more decides better.
 Source: nanochat's experiment log, 2026-01-17, when the gate came with 32 channels and a range of 2; nanochat's later
 default is 12 and 3.
 Expected effect: no difference.
-Verdict: no difference on rung 0 (-0.0007 bits per byte, 8 pairs); multiplier × 1.006 [0.987, 1.025]. Study ladder-2.
+Verdict: no difference on rung 0 (-0.0005 bits per byte, 8 pairs); multiplier × 1.004 [0.985, 1.024]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0007 bits per byte, 5 pairs); multiplier × 0.996 [0.985, 1.007]. Study
 ladder.
 

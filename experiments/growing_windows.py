@@ -3,7 +3,7 @@
 Hypothesis: short windows make early steps cheaper without a loss in the end.
 Source: modded-nanogpt grows its windows over the run.
 Expected effect: less time to the same loss.
-Verdict: undecided on rung 0 (+0.0009 bits per byte, 3 pairs); multiplier × 0.997 [0.964, 1.033]. Study ladder-2.
+Verdict: no difference on rung 0 (+0.0015 bits per byte, 8 pairs); multiplier × 0.992 [0.973, 1.013]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (-0.0002 bits per byte, 5 pairs); multiplier × 1.006 [0.993, 1.019]. Study
 ladder.
 

@@ -3,9 +3,8 @@
 Hypothesis: a quarter of the context is enough for three layers of four.
 Source: nanochat's experiment log, 2026-01-11, when the short window was T / 2; nanochat changed it to T / 4 later.
 Expected effect: no difference at equal steps, slower.
-Verdict: worse, small on rung 0 (+0.0047 bits per byte, 8 pairs); multiplier × 0.938 [0.917, 0.962]. Study ladder-2.
-Before: old baseline: worse, small on rung 0 (+0.0034 bits per byte, 8 pairs); multiplier × 0.957 [0.947, 0.968]. Study
-ladder.
+Verdict: worse on rung 0 (+0.0051 bits per byte, 8 pairs); multiplier × 0.935 [0.914, 0.959]. Study ladder-2. Before:
+old baseline: worse, small on rung 0 (+0.0034 bits per byte, 8 pairs); multiplier × 0.957 [0.947, 0.968]. Study ladder.
 """
 
 from dataclasses import replace

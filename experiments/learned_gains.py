@@ -4,7 +4,7 @@ Hypothesis: gains let a block choose its channels.
 Source: RMSNorm as published (arXiv 1910.07467); modded-nanogpt and nanochat have none, since the next matrix can
 hold them.
 Expected effect: no difference.
-Verdict: no difference on rung 0 (-0.0007 bits per byte, 8 pairs); multiplier × 1.006 [0.987, 1.024]. Study ladder-2.
+Verdict: no difference on rung 0 (-0.0005 bits per byte, 8 pairs); multiplier × 1.004 [0.986, 1.023]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (-0.0011 bits per byte, 5 pairs); multiplier × 1.006 [0.994, 1.018]. Study
 ladder.
 """

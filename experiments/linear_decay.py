@@ -3,7 +3,7 @@
 Hypothesis: the form of the fall does not matter.
 Source: nanochat's experiment log, 2026-01-10, has the line; nanochat's later default is the half cosine.
 Expected effect: no difference.
-Verdict: undecided on rung 0 (+0.0015 bits per byte, 3 pairs); multiplier × 0.987 [0.954, 1.025]. Study ladder-2.
+Verdict: no difference on rung 0 (+0.0019 bits per byte, 8 pairs); multiplier × 0.984 [0.966, 1.003]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0003 bits per byte, 5 pairs); multiplier × 0.998 [0.989, 1.009]. Study
 ladder.
 """

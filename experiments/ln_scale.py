@@ -3,7 +3,7 @@
 Hypothesis: the stream grows with depth; smaller inputs keep deep layers effective.
 Source: Sun et al. 2025 (arXiv 2502.05795), by way of parameter-golf. nanochat's experiment log, 2026-03-24: no help.
 Expected effect: no difference.
-Verdict: worse on rung 0 (+0.0066 bits per byte, 5 pairs); multiplier × 0.947 [0.921, 0.972]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0068 bits per byte, 5 pairs); multiplier × 0.944 [0.918, 0.969]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0076 bits per byte, 3 pairs); multiplier × 0.958 [0.942, 0.973]. Study ladder.
 """
 

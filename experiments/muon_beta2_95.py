@@ -3,7 +3,7 @@
 Hypothesis: a longer mean is less noisy.
 Source: nanochat's experiment log, 2026-01-10, which introduced it with 0.95; nanochat's later default is 0.9.
 Expected effect: no difference.
-Verdict: no difference on rung 0 (-0.0004 bits per byte, 8 pairs); multiplier × 1.003 [0.985, 1.023]. Study ladder-2.
+Verdict: no difference on rung 0 (-0.0002 bits per byte, 8 pairs); multiplier × 1.001 [0.983, 1.022]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0004 bits per byte, 5 pairs); multiplier × 0.998 [0.988, 1.010]. Study
 ladder.
 """

@@ -4,7 +4,7 @@ Hypothesis: better polynomials bring singular values closer to 1 in as many step
 Source: Jordan et al. 2024; modded-nanogpt's walkthrough. nanochat's experiment log, 2026-01-10: the change to Polar
 Express was in the noise.
 Expected effect: no difference.
-Verdict: undecided on rung 0 (+0.0018 bits per byte, 3 pairs); multiplier × 0.985 [0.945, 1.027]. Study ladder-2.
+Verdict: undecided on rung 0 (+0.0020 bits per byte, 8 pairs); multiplier × 0.983 [0.964, 1.002]. Study ladder-2.
 Before: old baseline: worse, small on rung 0 (+0.0021 bits per byte, 8 pairs); multiplier × 0.988 [0.982, 0.994]. Study
 ladder.
 """

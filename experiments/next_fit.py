@@ -3,7 +3,7 @@
 Hypothesis: the simplest packer is good enough.
 Source: next-fit bin packing.
 Expected effect: more padding than best-fit, no cropped documents.
-Verdict: worse on rung 0 (+0.0083 bits per byte, 5 pairs); multiplier × 0.934 [0.905, 0.963]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0087 bits per byte, 5 pairs); multiplier × 0.930 [0.901, 0.959]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0085 bits per byte, 5 pairs); multiplier × 0.953 [0.935, 0.971]. Study ladder.
 
 Shows a packer as a function. The FLOPs axis counts tokens that are trained on, so padding costs nothing there.

@@ -4,8 +4,8 @@ Hypothesis: the smear gives the first layer bigrams, which attention would other
 Source: nanochat's experiment log, 2026-01-16: negligible with a gate of width² parameters. The gate of the default
 reads 24 channels.
 Expected effect: no difference.
-Verdict: undecided on rung 0 (+0.0010 bits per byte, 3 pairs); undecided on rung 1 (-0.0006 bits per byte, 3 pairs);
-undecided on rung 2 (-0.0003 bits per byte, 3 pairs); multiplier × 1.003 [0.976, 1.027], unclear. Study ladder-2.
+Verdict: no difference on rung 0 (+0.0004 bits per byte, 8 pairs); undecided on rung 1 (-0.0006 bits per byte, 3 pairs);
+undecided on rung 2 (-0.0003 bits per byte, 3 pairs); multiplier × 1.003 [0.976, 1.026], unclear. Study ladder-2.
 Before: old baseline: undecided on rung 0 (+0.0014 bits per byte, 3 pairs); multiplier × 0.989 [0.940, 1.043]. Study
 ladder-offset. Before: old baseline: no difference on rung 0 (+0.0005 bits per byte, 8 pairs); multiplier × 0.997
 [0.985, 1.011]. Study ladder.

@@ -3,7 +3,7 @@
 Hypothesis: the cap prevents overconfident logits and makes low precision safe.
 Source: Gemma 2 (arXiv 2408.00118); nanochat caps at 15 · tanh(z / 15), modded-nanogpt at 30 · sigmoid.
 Expected effect: no difference at small sizes.
-Verdict: undecided on rung 0 (+0.0009 bits per byte, 4 pairs); multiplier × 0.993 [0.954, 1.033]. Study ladder-2.
+Verdict: no difference on rung 0 (+0.0002 bits per byte, 8 pairs); multiplier × 0.998 [0.975, 1.021]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0007 bits per byte, 8 pairs); multiplier × 0.996 [0.986, 1.005]. Study
 ladder.
 """

@@ -3,7 +3,7 @@
 Hypothesis: rows and columns whose updates vary much should move less.
 Source: NorMuon (arXiv 2510.05491). nanochat's experiment log, 2026-01-10: a very small improvement.
 Expected effect: slightly worse.
-Verdict: undecided on rung 0 (+0.0004 bits per byte, 3 pairs); multiplier × 0.997 [0.962, 1.037]. Study ladder-2.
+Verdict: no difference on rung 0 (+0.0013 bits per byte, 8 pairs); multiplier × 0.989 [0.968, 1.012]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0011 bits per byte, 8 pairs); multiplier × 0.994 [0.987, 1.002]. Study
 ladder.
 """

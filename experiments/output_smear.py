@@ -4,7 +4,7 @@ Hypothesis: what the token before predicted for two tokens ahead helps now; a fo
 Source: modded-nanogpt's pull request 151 (Smear-MTP): 15 steps fewer of 5,550. The factor starts at 0; hidden states
 are not normed again.
 Expected effect: slightly better at equal steps.
-Verdict: better, small on rung 0 (-0.0041 bits per byte, 8 pairs); multiplier × 1.035 [1.016, 1.055]. Study ladder-2.
+Verdict: better, small on rung 0 (-0.0039 bits per byte, 8 pairs); multiplier × 1.033 [1.015, 1.053]. Study ladder-2.
 Before: old baseline: better, small on rung 0 (-0.0027 bits per byte, 8 pairs); multiplier × 1.015 [1.004, 1.028]. Study
 ladder.
 """

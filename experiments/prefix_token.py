@@ -4,7 +4,7 @@ Hypothesis: tokens that begin alike teach each other, which a vocabulary hides f
 Source: modded-nanogpt's pull request 337, on top of its prediction of further tokens: 15 steps fewer of 1,390. The
 weight and its fall to zero are ours.
 Expected effect: better at equal steps, slower by another product with the head.
-Verdict: undecided on rung 0 (-0.0030 bits per byte, 6 pairs); multiplier × 0.800 [0.772, 0.830]. Study ladder-2.
+Verdict: undecided on rung 0 (-0.0019 bits per byte, 8 pairs); multiplier × 0.793 [0.769, 0.818]. Study ladder-2.
 Before: old baseline: better, small on rung 0 (-0.0033 bits per byte, 8 pairs); multiplier × 0.795 [0.788, 0.803]. Study
 ladder.
 

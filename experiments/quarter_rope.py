@@ -3,7 +3,7 @@
 Hypothesis: few channels with a position are enough.
 Source: Partial RoPE from parameter-golf. nanochat's experiment log, 2026-03-24: slightly worse.
 Expected effect: slightly worse.
-Verdict: worse on rung 0 (+0.0058 bits per byte, 8 pairs); multiplier × 0.953 [0.934, 0.972]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0060 bits per byte, 8 pairs); multiplier × 0.950 [0.931, 0.970]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0104 bits per byte, 5 pairs); multiplier × 0.943 [0.921, 0.966]. Study ladder.
 
 The head dim must be at least 8.

@@ -4,7 +4,7 @@ Hypothesis: x0 scalars need a slower, smoother update.
 Source: nanochat's experiment log, 2026-01-19: rate 0.5 to 0.2 with beta1 of 0.9 or more; 0.002 better at depth 12,
 0.0007 at depth 20. A beta1 of 0.96 is the default already.
 Expected effect: no difference.
-Verdict: undecided on rung 0 (+0.0008 bits per byte, 3 pairs); multiplier × 0.993 [0.943, 1.043]. Study ladder-2.
+Verdict: no difference on rung 0 (+0.0003 bits per byte, 8 pairs); multiplier × 0.998 [0.975, 1.021]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0002 bits per byte, 5 pairs); multiplier × 0.999 [0.984, 1.013]. Study
 ladder.
 """

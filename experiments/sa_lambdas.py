@@ -4,7 +4,7 @@ Hypothesis: factors let layers grow at the rate of scalars rather than of matric
 Source: modded-nanogpt. nanochat's experiment log, 2026-01-18: 0.0001 better. QK norm takes away the effect of a
 factor on queries and keys, so only values and output have one here.
 Expected effect: no difference.
-Verdict: no difference on rung 0 (-0.0004 bits per byte, 7 pairs); multiplier × 1.003 [0.985, 1.021]. Study ladder-2.
+Verdict: no difference on rung 0 (-0.0002 bits per byte, 7 pairs); multiplier × 1.002 [0.984, 1.020]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (-0.0003 bits per byte, 5 pairs); multiplier × 1.001 [0.990, 1.012]. Study
 ladder.
 """

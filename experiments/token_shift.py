@@ -4,7 +4,7 @@ Hypothesis: local patterns need no attention, so heads are free for distant ones
 Source: Canon layers (Allen-Zhu 2025, Physics of Language Models 4.1) and RWKV's token shift. Here: one factor for
 each layer, which starts at 0, before attention only.
 Expected effect: better at equal steps.
-Verdict: undecided on rung 0 (+0.0010 bits per byte, 3 pairs); multiplier × 0.992 [0.949, 1.043]. Study ladder-2.
+Verdict: no difference on rung 0 (-0.0007 bits per byte, 8 pairs); multiplier × 1.006 [0.980, 1.034]. Study ladder-2.
 Before: old baseline: worse on rung 0 (+0.0055 bits per byte, 5 pairs); multiplier × 0.969 [0.954, 0.986]. Study ladder.
 """
 

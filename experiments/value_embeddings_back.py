@@ -4,7 +4,7 @@ Hypothesis: late layers have lost the identity of tokens and want it back.
 Source: nanochat's experiment log, 2026-01-17: of all layers, alternating, U, front and back, alternating worked
 best.
 Expected effect: slightly worse than alternating layers.
-Verdict: undecided on rung 0 (-0.0037 bits per byte, 3 pairs); multiplier × 1.032 [0.977, 1.085]. Study ladder-2.
+Verdict: undecided on rung 0 (-0.0030 bits per byte, 8 pairs); multiplier × 1.026 [1.001, 1.051]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0012 bits per byte, 8 pairs); multiplier × 0.993 [0.979, 1.008]. Study
 ladder.
 """

@@ -3,7 +3,7 @@
 Hypothesis: entries as small as those of the matrices make a table too quiet at first, by about the root of the width.
 Source: nanochat's branch `experiment_refactor` (pull request 800, September 2026), by a sweep.
 Expected effect: none or slightly better.
-Verdict: worse on rung 0 (+0.0052 bits per byte, 8 pairs); multiplier × 0.958 [0.932, 0.983]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0057 bits per byte, 8 pairs); multiplier × 0.953 [0.929, 0.977]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0050 bits per byte, 5 pairs); multiplier × 0.972 [0.958, 0.985]. Study ladder.
 
 Shows the seam `init_parameters`.

@@ -3,7 +3,7 @@
 Hypothesis: one table is enough.
 Source: nanochat's experiment log, 2026-01-17: every attempt to share parameters failed.
 Expected effect: worse, with far fewer parameters.
-Verdict: worse on rung 0 (+0.0077 bits per byte, 5 pairs); multiplier × 0.939 [0.915, 0.963]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0079 bits per byte, 5 pairs); multiplier × 0.936 [0.912, 0.961]. Study ladder-2. Before:
 old baseline: worse, small on rung 0 (+0.0046 bits per byte, 5 pairs); multiplier × 0.974 [0.964, 0.985]. Study ladder.
 """
 

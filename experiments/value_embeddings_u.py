@@ -4,7 +4,7 @@ Hypothesis: the two ends of the network can share their tables.
 Source: modded-nanogpt's walkthrough (tables 0 1 2 … 0 1 2). nanochat's experiment log, 2026-01-17: worse than
 alternating layers with a table each.
 Expected effect: worse than the default, with fewer parameters.
-Verdict: better, small on rung 0 (-0.0031 bits per byte, 8 pairs); multiplier × 1.026 [1.006, 1.046]. Study ladder-2.
+Verdict: undecided on rung 0 (-0.0028 bits per byte, 8 pairs); multiplier × 1.024 [1.004, 1.044]. Study ladder-2.
 Before: old baseline: better on rung 0 (-0.0053 bits per byte, 5 pairs); multiplier × 1.031 [1.013, 1.048]. Study
 ladder.
 """
