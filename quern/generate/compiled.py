@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from quern import compiler
 from quern.generate.cache import KVCache, decode
 from quern.kernels.cross_entropy import rational_tanh
 from quern.model.base import LanguageModel
@@ -186,7 +187,7 @@ class CompiledDecode:
             except RuntimeError:  # torch may notice that the step ran as it is written
                 if not self._as_written[0]:
                     raise
-            if not self._as_written[0]:
+            if compiler.is_eager() or torch._dynamo.config.disable or not self._as_written[0]:
                 break
             if time.monotonic() > until:
                 raise RuntimeError("the decode step was not compiled, while other threads ran without the compiler")

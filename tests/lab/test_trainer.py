@@ -178,7 +178,7 @@ def test_a_comparison_from_the_command_line(
     command += "--train.steps 4 --train.batch-tokens 128 --text.val-megabytes 0.004 --depth 1 --optim.lr-scale 0.015625"
     command += " --most-pairs 3 --alpha 0.4 --study cap --no-compile --dtype fp32 --threads 1 --device cpu"
     given = [*command.split(), "--data", str(text)]
-    assert "--most-pairs must be a whole number between 3 and 1,000, not 2" in refused(capsys, *given, "--most-pairs=2")
+    assert "--most-pairs must be a whole number between 3 and 100, not 2" in refused(capsys, *given, "--most-pairs=2")
     long = Path("my long.py")
     long.write_text(
         Path("idea.py").read_text("utf-8") + "RECIPE = replace(RECIPE, train=replace(GPT.train, minutes=1))\n"

@@ -268,7 +268,7 @@ BROKEN = {
     "gpt: backout of another layer": (GPT, "len(self.blocks) // 2 - 1", "len(self.blocks) // 2"),
     "unet: documents see each other": (UNET, "return self.config.bos_token_id", "return None"),
     "unet: skips in the same order": (UNET, "skips.pop()", "skips.pop(0)"),
-    "unet: all pairs turn": (SHARED, "torch.linspace(0, 1, head", "torch.linspace(0, 2, head"),
+    "unet: all pairs turn": (SHARED, "/ max(1, turning - 1)", "* 2 / max(1, turning - 1)"),
     "llama: another epsilon": ("config.json", '"rms_norm_eps": 0.001', '"rms_norm_eps": 1e-5'),
     "gpt: keys of the token itself": (SHARED, "known[:, :, :-1], (0, 0, 1, 0)", "known, (0, 0, 0, 0)"),
 }
