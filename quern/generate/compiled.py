@@ -21,6 +21,7 @@ from quern import compiler
 from quern.generate.cache import KVCache, decode
 from quern.kernels.cross_entropy import rational_tanh
 from quern.model.base import LanguageModel
+from quern.process import environment
 
 SPAN = 16  # the number of slots that a step reads is a multiple of this
 TINY = 1024  # a matrix of at most this many weights is faster as a loop than as a library call
@@ -178,6 +179,7 @@ class CompiledDecode:
         device = cache.positions_B.device
         slots_S = torch.arange(SPAN, device=device)
         torch._dynamo.mark_dynamic(slots_S, 0)
+        off = compiler.is_eager() or environment().get("TORCHDYNAMO_DISABLE") == "1"
         until, tokens_B = time.monotonic() + TRY_SECONDS, torch.zeros(rows, dtype=torch.int64, device=device)
         while True:  # as long as another thread has switched the compiler off
             self._as_written[:] = [False]
@@ -187,7 +189,7 @@ class CompiledDecode:
             except RuntimeError:  # torch may notice that the step ran as it is written
                 if not self._as_written[0]:
                     raise
-            if compiler.is_eager() or torch._dynamo.config.disable or not self._as_written[0]:
+            if off or not self._as_written[0]:
                 break
             if time.monotonic() > until:
                 raise RuntimeError("the decode step was not compiled, while other threads ran without the compiler")
