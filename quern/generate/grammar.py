@@ -231,9 +231,8 @@ def _completes(matcher: LLMatcher, ending: list[int]) -> bool:
 
 def _ending(matcher: LLMatcher, tokenizer: Tokenizer, most: int) -> list[int] | None:
     """Tokens that complete the form, without the end token; None if none are found, or `most` or more."""
-    longest = max(map(len, tokenizer.merges), default=1)
     for spread in (False, True):
-        found = _greedy(matcher.deep_copy(), tokenizer, longest * most, spread)
+        found = _greedy(matcher.deep_copy(), tokenizer, tokenizer.most_bytes * most, spread)
         if found is not None:
             tokens = _tokens(found, tokenizer)
             if matcher.deep_copy().validate_tokens(tokens) < len(tokens):

@@ -67,8 +67,8 @@ class Completion:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """The likeliest tokens in the place of each token, with theirs."""
     cached_tokens: int | None = field(default=None, compare=False)
-    """Tokens of the prompt that were found in the prefix cache and not read again; None without such a cache. But
-    for the rounding of bf16, the reply does not depend on it."""
+    """Tokens of the prompt that were found in the prefix cache and not read again; None without such a cache. The
+    reply does not depend on it, except where bf16 rounds otherwise."""
 
 
 class Event(NamedTuple):

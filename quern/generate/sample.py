@@ -12,7 +12,7 @@ token. Inverting the cumulative distribution would need a single number, but eve
 thousands of its boundaries; here rounding matters only when the two best candidates are that close.
 
 Each row has its own generator, seeded by (seed, prompt, sample). The row's position in the batch plays no part: a row
-draws the same tokens alone and in any batch (but for the rounding of bf16), and two samples of one prompt differ.
+draws the same tokens alone and in any batch, except where bf16 rounds otherwise. Two samples of one prompt differ.
 """
 
 import hashlib

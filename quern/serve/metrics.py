@@ -63,7 +63,7 @@ class Metrics:
                         self.hits.labels(name).inc(event.value.cached_tokens)
 
     def finish(self, name: str, seconds: float, early: str | None) -> None:
-        """Counts a request that has ended, so long after its arrival. early: what ended it early: abort, error."""
+        """Counts a request that has ended, so long after its arrival. early: "abort" or "error", if cut short."""
         self.whole.labels(name).observe(seconds)
         if early:
             self.success.labels(name, early).inc()

@@ -133,7 +133,7 @@ class _Skipped:
             if sum(size for size, _ in self.bad) > self.bytes_read:
                 instead = "cannot be read, with more than half of the bytes: leave them out (in --data: --data.exclude)"
                 raise type(error)(f"{error}; {told} {instead}")
-            but = f", but for {self.partly:,} records before a fault" if self.partly else ""
+            but = f", except {self.partly:,} records before a fault" if self.partly else ""
             log(f"skipped {told} that cannot be read{but}; the first: {error}")
 
     def _refusal(self) -> ValueError:

@@ -132,6 +132,7 @@ class Tokenizer:
             raise ValueError("special tokens must differ from each other and contain <|bos|>")
         self.pattern = pattern
         self.merges = tuple(merges)
+        self.most_bytes = max(map(len, self.merges), default=1)  # of a token that is not special
         self.ranks: Mapping[bytes, int] = ranks  # ids of the single bytes and the merges
         self.single_bytes = single_bytes
         self.special_tokens = tuple(special_tokens)

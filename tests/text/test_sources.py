@@ -148,7 +148,7 @@ def test_what_was_read_of_a_file_before_its_fault_is_counted(tmp_path: Path) -> 
     said: list[str] = []
     found = list(read(tmp_path, log=said.append))
     assert len(found) == 101 and len(said) == 1
-    assert said[0].startswith("skipped 1 of 2 files that cannot be read, but for 100 records before a fault; the first")
+    assert said[0].startswith("skipped 1 of 2 files that cannot be read, except 100 records before a fault; the first")
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t", ","])
