@@ -239,22 +239,28 @@ def prompt_signals(raised: Mapping[signal.Signals, Callable[[int], BaseException
     A handler that the body installs instead decides for itself, and a signal that is ignored at the start stays so.
     Does nothing outside the main thread. raised: makes the exception from the signal's number.
     """
-    if threading.current_thread() is not threading.main_thread():
+    main = threading.main_thread().ident
+    if threading.get_ident() != main:
         yield
         return
     handled = [-math.inf]
 
     def handle(number: int, frame: FrameType | None) -> None:
-        handled[0] = time.monotonic()
-        raise raised[signal.Signals(number)](number)
+        now, before = time.monotonic(), handled[0]
+        handled[0] = now
+        if now > before + TOGETHER_SECONDS:
+            raise raised[signal.Signals(number)](number)
 
     def watch() -> None:
         for found in iter(partial(os.read, reader, 1), b""):
             which, since = signal.Signals(found[0]), time.monotonic()
+            time.sleep(0.05)
             while signal.getsignal(which) is handle and handled[0] < since - TOGETHER_SECONDS:
                 if time.monotonic() > since + HANDLER_SECONDS:
                     os.write(2, f"{which.name}: ended while it waited\n".encode())
                     os._exit(128 + which)
+                # The main thread does not notice a signal that came just before it began to wait.
+                signal.pthread_kill(main, which)
                 time.sleep(0.05)
         os.close(reader)
 

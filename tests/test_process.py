@@ -119,23 +119,30 @@ def test_the_peak_of_memory_without_proc(monkeypatch: pytest.MonkeyPatch, platfo
 
 
 TOGETHER = """
-import signal, sys, threading
+import signal, threading, time
 from quern.process import prompt_signals, together
 
 def work(number):
+    if number == {sender}:
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
     print("begun\\n", end="", flush=True)  # one write, between which no other thread comes
     threading.Event().wait()
 
-with prompt_signals({signal.SIGINT: lambda number: SystemExit(9)}):
+with prompt_signals({{signal.SIGINT: lambda number: SystemExit(9)}}):
     together(2, work)
 """
 
 
-def test_work_that_is_done_together_ends_with_an_interrupt_of_the_main_thread() -> None:
-    with subprocess.Popen([sys.executable, "-c", TOGETHER], stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize("sender", [None, 1], ids=["another process", "a thread"])
+def test_work_that_is_done_together_ends_with_an_interrupt(sender: int | None) -> None:
+    """A thread's signal does not wake the main thread, as one that comes just before that thread waits."""
+    command = [sys.executable, "-c", TOGETHER.format(sender=sender)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout and [process.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
-            process.send_signal(signal.SIGINT)
+            if sender is None:
+                process.send_signal(signal.SIGINT)
             assert process.wait(timeout=20) == 9
         finally:
             process.kill()
