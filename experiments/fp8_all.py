@@ -4,7 +4,7 @@ Hypothesis: FP8 doubles the speed of products; the loss of precision costs less.
 Source: nanochat's experiment log, 2026-02-02: with one scale per tensor 17% faster at depth 26, of which about 5%
 are left at equal loss; slower at depth 12.
 Expected effect: worse at equal steps; better at equal time for large models only. On a CPU the format is emulated.
-Verdict: undecided on rung 0 (+0.0029 bits per byte, 7 pairs); multiplier × 0.976 [0.956, 0.998]. Study ladder-2.
+Verdict: worse, small on rung 0 (+0.0034 bits per byte, 8 pairs); multiplier × 0.972 [0.953, 0.992]. Study ladder-2.
 Before: old baseline: undecided on rung 0 (+0.0026 bits per byte, 3 pairs); multiplier × 0.985 [0.970, 1.000]. Study
 ladder.
 """
