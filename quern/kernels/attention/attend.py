@@ -65,7 +65,8 @@ def split_window(window: int | Tensor | None, T: int) -> tuple[int, Tensor | Non
 
 def attend_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
     """torch's own kernels (cuDNN, flash). For a window or documents it builds a dense mask, which is slow."""
-    dense = not (split_window(mask.window, q_BTHE.size(1)) == (0, None) and mask.documents_BT is None)
+    fixed, varying = split_window(mask.window, q_BTHE.size(1))
+    dense = fixed > 0 or varying is not None or mask.documents_BT is not None
     y_BHTE = F.scaled_dot_product_attention(
         q_BTHE.transpose(1, 2),
         k_BTKE.transpose(1, 2),
