@@ -24,12 +24,15 @@ def test_every_decision_can_be_overridden() -> None:
 
 def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
+    cudnn: list[bool] = []
     for name, value in ("is_available", True), ("device_count", 2), ("get_device_capability", (9, 0)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", cudnn.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert detect("cpu", "fp32", compile=False).device.type == "cpu" and taken == []
+    assert detect("cpu", "fp32", compile=False).device.type == "cpu" and taken == cudnn == []
     assert detect("cuda", compile=False).dtype == torch.bfloat16 and taken == [1]
+    assert cudnn == [False]  # which is for paths of attention that name it
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(
         ValueError, match="every rank needs a GPU, and there are 2: give fewer --ranks, or --device cpu"

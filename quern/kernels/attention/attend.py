@@ -64,7 +64,7 @@ def split_window(window: int | Tensor | None, T: int) -> tuple[int, Tensor | Non
 
 
 def attend_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
-    """torch's own kernels (cuDNN, flash). For a window or documents it builds a dense mask, which is slow."""
+    """torch's own kernels. For a window or documents it builds a dense mask, which is slow."""
     fixed, varying = split_window(mask.window, q_BTHE.size(1))
     dense = fixed > 0 or varying is not None or mask.documents_BT is not None
     y_BHTE = F.scaled_dot_product_attention(
