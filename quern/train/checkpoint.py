@@ -179,7 +179,11 @@ def _write_tensors(file: Path, slices: Mapping[str, Slice]) -> None:
         written[name] = value.clone() if address in storages else value  # safetensors refuses shared memory
         storages.add(address)
     offsets = {name: {"saved_offsets": list(part.offsets)} for name, part in slices.items()}
-    file.write_bytes(serialized(written, {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)}))
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)}
+    file.write_bytes(serialized(written, metadata))
+    with open(file, "r+b") as opened:  # safetensors writes the keys in a random order
+        opened.seek(8 + len('{"__metadata__":'))
+        opened.write(json.dumps(metadata, separators=(",", ":")).encode())
     sync_path(file)
 
 

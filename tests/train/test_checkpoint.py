@@ -72,6 +72,12 @@ def test_only_safetensors_and_json_reach_the_disk_and_no_randomness_is_drawn(tmp
     assert sorted(file.suffix for file in path.rglob("*")) == [".json", ".safetensors"]
 
 
+def test_the_same_state_has_the_same_bytes(tmp_path: Path) -> None:
+    """By themselves, files of safetensors have one of six orders of their metadata."""
+    files = [next(put(tmp_path / f"{again}", 1, 5).glob("*.safetensors")).read_bytes() for again in range(8)]
+    assert len(set(files)) == 1
+
+
 @pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": (1, 2)}, {1: "a"}, {"a": object()}])
 def test_meta_that_would_not_read_back_equal_is_refused_before_anything_is_written(
     meta: dict[Any, Any], tmp_path: Path
