@@ -71,19 +71,16 @@ class FewRows(TorchFunctionMode):
         return (weight @ x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
 
 
-def _attend_one(
-    q_BH1E: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, visible_B11S: Tensor, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """Scaled dot-product attention of a single query, as sums → (B, H, 1, E)."""
-    B, H, _, E = q_BH1E.shape
+def _attend_one(q_BKGE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, visible_B1GS: Tensor, scale: float | None) -> Tensor:
+    """Scaled dot-product attention of a single query of each head, as sums → (B, K, G, E)."""
     # as_strided forces the query into memory; otherwise the compiler recomputes its norm for every key.
-    q_BH1E = q_BH1E.as_strided(q_BH1E.shape, q_BH1E.stride())
-    q_BKGE = q_BH1E.reshape(B, k_BKSE.shape[1], -1, E).float()
-    scores_BKGS = (q_BKGE[..., None, :] * k_BKSE[:, :, None].float()).sum(-1) * (E**-0.5 if scale is None else scale)
-    scores_BKGS = scores_BKGS.masked_fill(~visible_B11S, float("-inf"))
+    q = q_BKGE.as_strided(q_BKGE.shape, q_BKGE.stride()).float()
+    scores_BKGS = (q[..., None, :] * k_BKSE[:, :, None].float()).sum(-1)
+    scores_BKGS = scores_BKGS * (q.size(-1) ** -0.5 if scale is None else scale)
+    scores_BKGS = scores_BKGS.masked_fill(~visible_B1GS, float("-inf"))
     weights_BKGS = (scores_BKGS - scores_BKGS.amax(-1, keepdim=True)).exp()
     y_BKGE = (weights_BKGS[..., None] * v_BKSE[:, :, None].float()).sum(-2) / weights_BKGS.sum(-1, keepdim=True)
-    return y_BKGE.reshape(B, H, 1, E).to(q_BH1E.dtype)
+    return y_BKGE.to(q_BKGE.dtype)
 
 
 def _step(
