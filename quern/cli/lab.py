@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quern.cli.options import log
 from quern.cli.summaries import EXAMPLES
@@ -37,7 +37,8 @@ def _compare(
     if len(names) < 1 + (tool == "compare") and not rest.asks_for_help:
         ideas = " and at least one idea" if tool == "compare" else ""
         raise ValueError(f"name a baseline{ideas}, as recipes or .py files: quern lab {tool} {TOOLS[tool][2]}")
-    read = [(name, *_options(CompareOptions, f"lab {tool}", rest, help_text, name)) for name in names or ["gpt"]]
+    files = [(name, *load_recipe(name)) for name in names or ["gpt"]]
+    read = [(name, *_options(CompareOptions, f"lab {tool}", rest, help_text, file)) for name, *file in files]
     from quern.lab.arms import Arm
     from quern.lab.ladder import command
 
@@ -46,6 +47,8 @@ def _compare(
         Arm(path.stem if path else name, options.recipe, path, source)
         for path, (name, options, source) in zip(paths, read, strict=True)
     ]
+    ideas = {name: recipe for name, recipe, source in files[1:] if source is not None}
+    command.refuse_lost(files[0][1], ideas, rest.given, read[0][1].ladder)
     known = [arm.name for arm in arms]
     if twice := next((name for name in known if known.count(name) > 1), None):
         raise ValueError(f"two arms have the name {twice}: give every arm's file a name of its own")
@@ -184,11 +187,11 @@ def main(arguments: Arguments, log: Callable[[str], None]) -> int:
 
 
 def _options(
-    kind: type[T], verb: str, rest: Arguments, help_text: str, name: str | None = None
+    kind: type[T], verb: str, rest: Arguments, help_text: str, file: Sequence[Any] = ()
 ) -> tuple[T, str | None]:
-    """The options of a tool with a recipe (`name`, or the one that the command line begins with), and the source of
+    """The options of a tool with a recipe (`file`, or the one that the command line begins with), and the source of
     the recipe's file."""
-    recipe, source = load_recipe(name) if name else chosen_recipe(verb, rest)
+    recipe, source = file or chosen_recipe(verb, rest)
     options = parse(kind, recipe, rest, verb=verb, description=help_text)
     from quern.runs.public_data import with_local_data
     from quern.stages.prepare_tokens import is_tokens

@@ -25,6 +25,11 @@ TRIALS = (
     *FOLLOWING,
 )
 """The refusals of the verbs that train trials."""
+OF_TEXT = (
+    "data val include exclude shards text.val_megabytes text.tinyworld_megabytes text.column text.separator "
+    "text.encoding text.split"
+)
+"""Fields that decide which text is read and which validates. Trials must agree in them."""
 
 
 def refuse_name(study: str) -> None:

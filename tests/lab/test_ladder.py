@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from quern.lab.arms import Arm, Seeds, Train
-from quern.lab.ladder import report
+from quern.lab.ladder import command, report
 from quern.lab.ladder import study as study_module
 from quern.lab.ladder.report import Curve, course, multiplier, predictions, rows, told
 from quern.lab.ladder.study import (
@@ -35,7 +36,7 @@ from quern.lab.log.comparison import ComparisonPage
 from quern.lab.options import CompareOptions
 from quern.lab.trainer import Trial
 from quern.lab.verdict import Finding
-from quern.recipe import TrainRecipe
+from quern.recipe import Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from tests.support.rows import write_rows
 
@@ -400,6 +401,40 @@ def test_a_rung_sets_what_an_idea_leaves_open() -> None:
     assert numbers(at_rung(changed, rung)) != numbers(recipe)
     offset = replace(RECIPE, model=replace(RECIPE.model, key_offset=False))
     assert numbers(at_rung(offset, rung)) != numbers(recipe)
+
+
+OWN = replace(RECIPE, train=TrainRecipe(batch_tokens=4096, log_every=3), text=replace(RECIPE.text, vocab_size=512))
+
+
+@pytest.mark.parametrize(
+    ("idea", "named", "ladder", "said"),
+    [
+        (
+            OWN,
+            ["train.batch_tokens"],
+            False,
+            r"idea\.py sets train\.batch_tokens, which --train\.batch-to",
+        ),
+        (OWN, ["train.log_every", "depth"], False, None),
+        (
+            replace(RECIPE, train=TrainRecipe(steps=9)),
+            [],
+            False,
+            r"sets train\.steps, which the study sets for all",
+        ),
+        (replace(RECIPE, depth=RECIPE.depth + 1), [], True, "sets depth, which the study sets"),
+        (replace(RECIPE, depth=RECIPE.depth + 1), [], False, None),
+        (replace(RECIPE, data="a.txt"), [], False, "sets data, so it would be validated on another text"),
+        (replace(RECIPE, data="a.txt"), ["data"], False, None),
+        (replace(RECIPE, data="a.txt"), ["val"], False, None),
+    ],
+)
+def test_an_idea_that_all_arms_would_share_is_refused(
+    idea: Recipe, named: list[str], ladder: bool, said: str | None
+) -> None:
+    """Such an idea would be the baseline itself, and its verdict `no difference`."""
+    with pytest.raises(ValueError, match=said) if said else nullcontext():
+        command.refuse_lost(RECIPE, {"idea.py": idea}, named, ladder)
 
 
 def finding(difference: float, error: float, degrees: float) -> Finding:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 
 from quern import machine as machines
 from quern.cluster import connect
 from quern.data.packing import windows
 from quern.flags.recipe_file import map_paths
+from quern.flags.recipe_flags import field_names
 from quern.kernels.attention.autotune import select_attention
 from quern.lab.arms import Arm, in_process, on_cluster
 from quern.lab.axes import measure_speed, ngram_bits
@@ -28,15 +30,16 @@ from quern.lab.ladder.study import (
     one_size,
 )
 from quern.lab.ladder.work import Worker, finished, proxy_line
-from quern.lab.options import CompareOptions
+from quern.lab.options import OF_TEXT, CompareOptions
 from quern.lab.study import now, start_facts
 from quern.process import together
-from quern.recipe import Resolved
+from quern.recipe import OPERATIONAL, Recipe, Resolved
 from quern.resolve import resolve
 from quern.runs.origin import SHOWN
 from quern.runs.training import fit_to_text, make_batches
 from quern.stages.prepare import Prepared, prepare
 from quern.terminal import counted
+from quern.validate import flag
 
 SET_BY_RUNGS = ("depth", "model.width", "model.head_dim", "model.context", "text.vocab_size", "train.steps")
 
@@ -113,6 +116,25 @@ def _check(base: Arm, options: CompareOptions, named: Collection[str], rungs: Ma
         raise ValueError("--rungs and --every are for the ladder: add --ladder, or leave them out")
     elif resolve(base.recipe).train.steps == 1:
         raise ValueError("--train.steps must be at least 2, since the first step is not timed")
+
+
+def refuse_lost(base: Recipe, ideas: Mapping[str, Recipe], named: Collection[str], ladder: bool) -> None:
+    """Raises ValueError if an idea's file sets a field that a flag (`named`) or the study sets for all arms, since the
+    verdict would be of an idea without it; and if it is validated on another text. base, ideas: as in their files,
+    without flags."""
+    text = {"val"} if base.val or "val" in named else set(OF_TEXT.split())
+    by_study = {"train.steps", "train.horizon_ratio", "seed", "data_seed", *(["depth"] if ladder else [])}
+    for name, recipe in ideas.items():
+        known = {*field_names(recipe)} & {*field_names(base)}
+        own = {field for field in known if attrgetter(field)(recipe) != attrgetter(field)(base)}
+        if lost := sorted(own & {*by_study, *named} - {*OF_TEXT.split()} - OPERATIONAL):
+            by, what = (f"--{flag(lost[0])}", "the flag") if lost[0] in named else ("the study", "it")
+            raise ValueError(f"{name} sets {lost[0]}, which {by} sets for all arms: leave {what} out")
+        if other := sorted(own & text - set(named)):
+            raise ValueError(
+                f"{name} sets {other[0]}, so it would be validated on another text than the baseline: give "
+                f"--{flag(other[0])} for all arms, or the same --val"
+            )
 
 
 def machine_line(machine: machines.Machine) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from quern.field_types import range_of
 from quern.flags.check_flags import read_value
 from quern.flags.recipe_flags import Refusal, field_names, why_none
-from quern.lab.options import TRIALS
+from quern.lab.options import OF_TEXT, TRIALS
 from quern.recipe import OPERATIONAL, Recipe
 from quern.validate import annotation_of, check, flag, nearest
 
@@ -27,11 +27,9 @@ FORMS = (
     "write optim.matrix-lr=0.005..0.08:log or train.warmdown-share=0.3..0.9 (a range), "
     "train.batch-tokens=4096..16384:4096 (a range with a step), or model.windows=SSSL,L (choices)"
 )
-OTHER_TEXT = "changes the text or the validation text, so trials could not be compared"
 REFUSED = (
     *TRIALS,
-    Refusal("data val include exclude shards text.val_megabytes text.tinyworld_megabytes", OTHER_TEXT),
-    Refusal("text.column text.separator text.tokenizer text.encoding text.split", OTHER_TEXT),
+    Refusal(f"{OF_TEXT} text.tokenizer", "changes the text or the validation text, so trials could not be compared"),
     Refusal("seed", "is what pairs the trials: set how many seeds with --seeds"),
     Refusal(" ".join(OPERATIONAL), "does not change what is learned"),
 )
