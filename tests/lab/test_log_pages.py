@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from quern.lab.arms import with_verdict
 from quern.lab.ladder.study import Comparison
+from quern.lab.log import pages
 from quern.lab.log.comparison import ComparisonPage
 from quern.lab.log.pages import Page, Verdict
 from quern.lab.log.publish import _public_command, idea_files, run
@@ -18,6 +19,7 @@ from quern.lab.options import LogOptions, SweepOptions
 from quern.lab.search.sweep import run as run_sweep
 from quern.lab.study import start_facts
 from quern.recipe import Recipe
+from quern.records import read_lines
 from quern.report.plots import log_ticks
 from tests.lab import test_scaling, test_sweep
 from tests.lab.sweep_worker import RECIPE
@@ -59,6 +61,11 @@ def test_a_scaling_study_has_a_page_with_its_laws(tmp_path: Path) -> None:
     assert "quern lab scaling idea.py --data=text.txt" in page
     figure = files[project / "docs" / "experiments" / "flops-kaplan.svg"]
     assert "parameters (kaplan)" in figure and all(f"{budget:.3g} FLOPs" in figure for budget in test_scaling.BUDGETS)
+    fits, drawn = json.loads((given.folder / "fits.json").read_text(encoding="utf-8")), list[str]()
+    for low, high in ((0.0, None), (1.0, 1e30), (1e5, 1e5)):
+        fits["conventions"]["kaplan"]["envelope"]["optima"][1]["parameters"] |= {"low": low, "high": high}
+        drawn.append(pages._figure("kaplan", list(read_lines(given.folder / "cells.jsonl")), fits))
+    assert drawn[0] == drawn[1] != drawn[2], "an infinite interval reaches over all sizes"
     places = re.findall(r' (?:d|x|y|transform)="([^"]*)"', figure)  # to 0.01, so that processors agree
     assert len(places) > 100 and not any(re.search(r"\.\d{3}", place) for place in places)
     assert "28 of 28 runs used" in files[project / "experiments" / "LOG.md"]

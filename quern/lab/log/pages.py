@@ -119,7 +119,7 @@ def _figure(convention: str, cells: list[dict[str, Any]], fits: dict[str, Any]) 
             centre = np.log(sizes).mean()
             axes.plot(x, np.polyval(np.polyfit(np.log(sizes) - centre, scores, 2), np.log(x) - centre), color=colour)
             best = optimum["parameters"]
-            ends = [best[end] or best["value"] for end in ("low", "high")]
+            ends = [best["low"] or 0.0, best["high"] or np.inf]  # null is infinite
             axes.plot(np.clip(ends, x[0], x[-1]), [optimum["loss"]["value"]] * 2, color=colour, linewidth=3, alpha=0.4)
             axes.plot([best["value"]], [optimum["loss"]["value"]], "*", color="crimson", markersize=9)
         axes.set_xlabel(f"parameters ({convention})")
