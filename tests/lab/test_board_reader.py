@@ -226,13 +226,15 @@ def test_a_study(tmp_path: Path) -> None:
     arms = [{"arm": name, "recipe": recipe, "source": "#" * 9000} for name, recipe in recipes.items()]
     write_rows(folder / "arms.jsonl", arms)
     write_rows(folder / "trials.jsonl", [trial("gpt", 0, 1.25), trial("gpt", 1, 1.75), trial("idea", 0, None)])
-    (folder / "study.json").write_text(json.dumps({"base": "gpt", "delta": 0.002}))
+    plan = {"base": "gpt", "delta": 0.002, "ladder": False}
+    (folder / "study.json").write_text(json.dumps(plan | {"rungs": {"0": {}, "1": {}}}))
     verdicts = [{"idea": "idea", "axis": "steps", "n": 5, "mean": -0.1, "low": -0.2, "verdict": "worse"}, {}]
     verdicts += [{"interval": [-0.2, None]}, {"interval": 3}]
     (folder / "verdicts.json").write_text(json.dumps(verdicts))
     board = Board(tmp_path)
     listing = board.listing("night")
-    assert listing["studies"] == ["night"] and listing["registered"] == {"base": "gpt", "delta": 0.002}
+    assert listing["studies"] == ["night"] and listing["registered"] == plan
+    assert listing["kinds"] == {"night": "Study"}, "one size has a second rung too"
     assert listing["constant"] == {"depth": 4, "train.steps": 4}
     assert [(run["run"], run["status"], run["recipe"]["seed"]) for run in listing["runs"]] == [
         ("gpt", "finished", 0),

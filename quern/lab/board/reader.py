@@ -223,10 +223,8 @@ class StudyRecords:
     @property
     def kind(self) -> str:
         """The kind of study, for readers."""
-        rungs = self.registered.get("rungs")
-        several = isinstance(rungs, dict) and len(rungs) > 1
         named = {"cells.jsonl": "IsoFLOP grid", "sweep.jsonl": "Sweep"}
-        return named.get(self._trials.path.name, "Ladder" if several else "Study")
+        return named.get(self._trials.path.name, "Ladder" if self.registered.get("ladder") else "Study")
 
     def tables(self) -> dict[str, Any]:
         """The registered rules, and the verdicts as they were written."""
