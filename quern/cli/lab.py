@@ -84,6 +84,8 @@ def _sweep(rest: Arguments, help_text: str) -> int:
     options, source = _options(SweepOptions, "lab sweep", rest, help_text)
     if options.workers > 1 and {"-", "--data=-"} & {*rest}:
         raise ValueError("--data - can be read by one process: save the text in a file for several --workers")
+    if options.sampler == "grid" and "trials" in rest.given:
+        raise ValueError("--trials does nothing with --sampler grid, which tries every combination: leave it out")
     from quern import machine as machines
     from quern.lab.study import start_facts
 
