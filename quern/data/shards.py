@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quern.data.token_file import check, map_tokens, read_manifest, shard_files
+from quern.data.token_file import AGAIN, check, map_tokens, read_manifest, shard_files
 
 Spans = tuple[np.ndarray, np.ndarray]
 """(starts, lengths) of some documents, each (documents,) int64; starts are counted over all parts."""
@@ -48,7 +48,7 @@ def _shard(folder: Path, entry: dict[str, Any], dtype: str) -> Part:
         check(folder, file, verify=False)
     tokens = map_tokens(folder / entry["name"])
     if tokens.dtype.name != dtype or len(tokens) != count or mask and mask["bytes"] != count:
-        raise ValueError(f"{folder / entry['name']} does not match the manifest; prepare it again")
+        raise ValueError(f"{folder / entry['name']} does not match the manifest; {AGAIN}")
 
     @cache
     def checked(kind: str) -> Path:
@@ -64,7 +64,7 @@ def _shard(folder: Path, entry: dict[str, Any], dtype: str) -> Part:
         except (ValueError, EOFError):
             sound = False
         if not sound:
-            raise ValueError(f"{path} does not match {entry['name']}; prepare it again")
+            raise ValueError(f"{path} does not match {entry['name']}; {AGAIN}")
         return path
 
     def read() -> tuple[np.ndarray, np.ndarray | None]:

@@ -126,6 +126,10 @@ def describe(path: Path) -> dict[str, Any]:
     return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
+AGAIN = "remove it, and the same command prepares it again"
+"""Advice for a damaged file that has its size, with which the data counts as prepared."""
+
+
 def check(folder: Path, expected: dict[str, Any], verify: bool) -> Path:
     """Compares a file with its entry, the hash only with `verify`, and returns its path. Raises FileNotFoundError or
     ValueError if it is missing or damaged."""
@@ -136,7 +140,7 @@ def check(folder: Path, expected: dict[str, Any], verify: bool) -> Path:
         sizes = f"{path.stat().st_size:,} bytes instead of {expected['bytes']:,}"
         raise ValueError(f"{path} is damaged: {sizes}; prepare the data again")
     if verify and sha256_of(path) != expected["sha256"]:
-        raise ValueError(f"{path} is damaged or was swapped: its hash is not the manifest's; prepare the data again")
+        raise ValueError(f"{path} is damaged or was swapped: its hash is not the manifest's; {AGAIN}")
     return path
 
 
