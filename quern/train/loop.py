@@ -110,8 +110,7 @@ def train(
         more_follows: Whether the caller begins something else after the last step.
         clock: Read before and after each step.
 
-    Returns an exit code of guard.py. On a single process, raises KeyboardInterrupt if a signal came during the last
-    step, and the caller would go on.
+    Returns an exit code of guard.py; EXIT_STOPPED also if a signal came during the last step, and more follows.
     """
     run, mesh = backend.run, backend.mesh
     backend.begin()
@@ -139,13 +138,12 @@ def train(
             _explain_divergence(run, folder, reporter)
         elif code == EXIT_STOPPED:
             folder.event("stop", step=run.step, reason="signal")
+        elif more_follows and any(mesh.world.gather_objects(stop.requested)):
+            code = EXIT_STOPPED
+        if code == EXIT_STOPPED:
             saved = ", and saved" if plan.save_every else ""
             advice = f": continue with `{reporter.go_on}`" if reporter.go_on else ""
             reporter.log(f"stopped after step {run.step} as asked{saved}{advice}")
-    if code == EXIT_DONE and more_follows and any(backend.mesh.world.gather_objects(stop.requested)):
-        if stop.alone:
-            raise KeyboardInterrupt
-        return EXIT_STOPPED
     return code
 
 

@@ -5,7 +5,7 @@ import math
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,8 +232,12 @@ def test_a_signal_in_the_last_step_finishes_the_run_and_ends_what_would_follow(
         return {}
 
     plan = toy_plan(3, evaluators=[(1, evaluate)])
-    with pytest.raises(KeyboardInterrupt) if more_follows else nullcontext():
-        assert go(tmp_path, toy_state(), plan, more_follows=more_follows)[0] == EXIT_DONE
+    code, said = go(tmp_path, toy_state(), plan, more_follows=more_follows)
+    assert (code, said) == (
+        (EXIT_STOPPED, ["stopped after step 3 as asked, and saved: continue with `--resume`"])
+        if more_follows
+        else (EXIT_DONE, [])
+    )
     assert manifest.steps(tmp_path / "checkpoints") == [3]
     assert kinds(tmp_path)[-1] == "finish"
 
@@ -268,8 +272,10 @@ def test_several_ranks_end_what_would_follow_and_count_no_compilation(tmp_path: 
     backend = OnTwins(state, CPU)
     state.optimizer.mesh = replace(state.optimizer.mesh, world=Twins("world", 2, 0))
     plan = toy_plan(3, evaluators=[(1, evaluate)])
+    said = list[str]()
     with StageFolder(tmp_path) as folder:
-        assert train(backend, toy_loader(), plan, folder, Reporter(print), True) == EXIT_STOPPED
+        assert train(backend, toy_loader(), plan, folder, Reporter(said.append), True) == EXIT_STOPPED
+    assert said == ["stopped after step 3 as asked, and saved"]
     assert manifest.steps(tmp_path / "checkpoints") == [3] and kinds(tmp_path)[-1] == "finish"
     assert [own > 0 for _, own, *_ in told] == [False, False, True]  # the first step compiles
 
