@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from quern.data.batch import Batch, BatchSource, prefetch
-from quern.mesh import EVALUATING, FIRST_STEP, SAMPLING, TRAINING, Mesh, alone
+from quern.mesh import EVALUATING, FIRST_STEP, SAMPLING, TRAINING, Mesh
 from quern.model.count import Flops
 from quern.optim.schedule import Multipliers
 from quern.parallel.sharding import Slice
@@ -128,7 +128,7 @@ def train(
             code = _steps(backend, batches, plan, horizon, stop, folder, reporter, clock)
             if code == EXIT_DONE:
                 folder.event("finish", step=run.step, tokens=run.tokens, seconds=round(run.seconds, 3))
-                with checkpoint.failing_together(alone().world):
+                with checkpoint.failing_together(mesh.world):
                     folder.flush()
         except CheckpointError as error:
             folder.event("stop", step=run.step, reason=str(error))

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from quern.mesh import Pending, ProcessGroup
 from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.llama import RECIPE
-from quern.records import StageFolder, read_events, read_metrics
+from quern.records import Records, StageFolder, read_events, read_metrics
 from quern.resolve import resolve
 from quern.runs.origin import Origin
 from quern.runs.run_dir import RunDir
@@ -257,18 +257,22 @@ class Twins(ProcessGroup):
         return Pending(None, self)
 
 
+@dataclass
+class OnTwins(TorchBackend):
+    told: list[list[float]] = field(default_factory=list[list[float]])
+
+    def step(self, sent: Any, multipliers: Any, tell: Sequence[float]) -> Any:
+        self.told.append(list(tell))
+        return super().step(sent, multipliers, ())[0], [list(tell), list(tell)]
+
+
 def test_several_ranks_end_what_would_follow_and_count_no_compilation(tmp_path: Path) -> None:
     def evaluate(state: TrainState) -> dict[str, float]:
         if state.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return {}
 
-    class OnTwins(TorchBackend):
-        def step(self, sent: Any, multipliers: Any, tell: Sequence[float]) -> Any:
-            told.append(list(tell))
-            return super().step(sent, multipliers, ())[0], [list(tell), list(tell)]
-
-    told, state = list[list[float]](), toy_state()
+    state = toy_state()
     backend = OnTwins(state, CPU)
     state.optimizer.mesh = replace(state.optimizer.mesh, world=Twins("world", 2, 0))
     plan = toy_plan(3, evaluators=[(1, evaluate)])
@@ -277,7 +281,19 @@ def test_several_ranks_end_what_would_follow_and_count_no_compilation(tmp_path: 
         assert train(backend, toy_loader(), plan, folder, Reporter(said.append), True) == EXIT_STOPPED
     assert said == ["stopped after step 3 as asked, and saved"]
     assert manifest.steps(tmp_path / "checkpoints") == [3] and kinds(tmp_path)[-1] == "finish"
-    assert [own > 0 for _, own, *_ in told] == [False, False, True]  # the first step compiles
+    assert [own > 0 for _, own, *_ in backend.told] == [False, False, True]  # the first step compiles
+
+
+def test_records_that_rank_0_cannot_write_at_the_end_stop_all_ranks(tmp_path: Path) -> None:
+    class FullDisk(Twins):
+        def gather_objects(self, value: Any) -> list[Any]:
+            return [value, value or "no room"]
+
+    state, said = toy_state(), list[str]()
+    state.optimizer.mesh = replace(state.optimizer.mesh, world=FullDisk("world", 2, 1))
+    plan = toy_plan(3, save_every=None)
+    code = train(OnTwins(state, CPU), toy_loader(), plan, Records(tmp_path), Reporter(said.append), True)
+    assert (code, said) == (EXIT_NOT_SAVED, ["stopped at step 3: no room"])
 
 
 @pytest.mark.parametrize(
