@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quern.mesh import ProcessGroup, alone
 from quern.train.checkpoint import load, save
 from quern.train.manifest import CheckpointError, latest, steps, verify
 from tests.support.full_disk import full_disk
@@ -343,10 +345,22 @@ def test_an_error_at_any_point_is_clear_and_harms_nothing(fast_folder: Path) -> 
     assert k >= 9
 
 
-def test_a_file_size_limit_is_a_clear_error(fast_folder: Path) -> None:
-    """A real error: the kernel refuses the write (EFBIG; Python ignores SIGXFSZ)."""
+class Alike(ProcessGroup):
+    """The group of ranks that all hold what this one holds."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_file_size_limit_is_a_clear_error(ranks: int, fast_folder: Path) -> None:
+    """A real error: the kernel refuses the write (EFBIG; Python ignores SIGXFSZ). It names the bytes of all ranks."""
     put(fast_folder, 1, 1)
-    with full_disk(100_000), pytest.raises(CheckpointError, match="about 400,000 bytes") as refused:
-        save(fast_folder, 2, {"x": torch.zeros(100_000)}, {}, keep=1)
+    mesh = replace(alone(), world=Alike("world", ranks, 0))
+    with full_disk(100_000), pytest.raises(CheckpointError, match=f"about {ranks * 400_000:,} bytes") as refused:
+        save(fast_folder, 2, {"x": torch.zeros(100_000)}, {}, keep=1, mesh=mesh)
     assert f"cannot write the checkpoint of step 2 to {fast_folder}: File too large" in str(refused.value)
     assert on_disk(fast_folder) == {1: 1} and temporaries(fast_folder) == []
