@@ -145,9 +145,10 @@ def compare(began: Origin | None, now: Origin, run_dir: RunDir, stage: str, besi
         may.add("train.minutes")  # a run that trains for minutes may get others, or steps; of steps, no minutes
     refused = [line for name, line in lines.items() if name not in may]
     if refused:
+        steps, rates = (f"{stage}.steps", f"{stage}.lr-share") if stage in ("sft", "rl") else ("train.steps", "optim")
         raise ValueError(
             f"cannot resume {run_dir.stage(stage)}: {'; '.join(refused)} would make it another run. Leave that as it "
-            "was, or start another run with --run; the rates (optim), train.steps and what only says how training goes "
+            f"was, or start another run with --run; the rates ({rates}), {steps} and what only says how training goes "
             "may change"
         )
     return list(lines.values())

@@ -2,6 +2,7 @@
 a new run takes from the saved recipe."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -158,9 +159,9 @@ def with_other(name: str) -> Recipe:
     return replace(HERE, **{part: other}) if part else other
 
 
-def changes(other: Recipe, besides: Sequence[str] = ()) -> list[str]:
+def changes(other: Recipe, besides: Sequence[str] = (), stage: str = "pretrain") -> list[str]:
     began = Origin("t", recipe=json.loads(json.dumps(HERE.to_json())))
-    return compare(began, Origin("t", recipe=other.to_json()), RunDir(Path("out"), "r"), "pretrain", besides)
+    return compare(began, Origin("t", recipe=other.to_json()), RunDir(Path("out"), "r"), stage, besides)
 
 
 @pytest.mark.parametrize("name", list(field_names(HERE)))
@@ -176,6 +177,12 @@ def test_each_field_is_refused_or_may_change(name: str) -> None:
     else:
         with pytest.raises(ValueError, match=rf"{name.replace('_', '-')} .* → .* would make it another run"):
             changes(other)
+
+
+@pytest.mark.parametrize(("stage", "may"), [("pretrain", "optim), train.steps"), ("sft", "sft.lr-share), sft.steps")])
+def test_a_refusal_names_the_flags_of_the_stage_that_may_change(stage: str, may: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"the rates ({may} and what only says")):
+        changes(with_other("seed"), stage=stage)
 
 
 def test_pretraining_goes_on_whatever_will_be_asked_of_fine_tuning() -> None:
