@@ -34,7 +34,7 @@ from quern.stages.prepare import Prepared, open_data, prepare
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted, silent
 from quern.text.tokenizer import Tokenizer
-from quern.train import checkpoint, loop
+from quern.train import checkpoint, loop, manifest
 from quern.train.guard import EXIT_DONE
 from quern.train.launch import place
 from quern.train.state import Counters
@@ -327,7 +327,17 @@ class Session(Stage):
         if origin is None:
             raise FileNotFoundError(f"{self.folder} has no recipe, and its checkpoints cannot be read: remove it")
         require_same(origin, replace(origin, tokenizer=tokenizer.fingerprint), run_dir, self.stage)
+        self._warn_of_later_steps(origin.base or {})
         return self, origin, run_dir.read_recipe(origin.recipe, self.stage, origin.source, callables), tokenizer, None
+
+    def _warn_of_later_steps(self, base: dict[str, Any]) -> None:
+        """Warns if the stage of this run that provided the initial weights has trained on since. base: as in Origin."""
+        there = manifest.steps(self.run_dir.checkpoints(base["stage"])) if base.get("run", "") is None else []
+        if there and there[-1] > base["step"]:
+            self.log(
+                f"warning: {WORDS[self.stage][0]} began with step {base['step']:,} of {base['stage']}, which has step "
+                f"{there[-1]:,} now: {WORDS[self.stage][2].format(self.run_dir.start_flags)}"
+            )
 
     def plan(self, recipe: Resolved, evaluator: Evaluator, **changes: Any) -> loop.TrainingPlan:
         """Collects the settings of the loop. changes: fields of the plan that are not the recipe's."""

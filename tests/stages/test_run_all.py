@@ -92,6 +92,16 @@ def test_run_again_goes_on_where_it_was_and_trains_nothing_twice(out: Path, caps
     assert before == after
 
 
+def test_a_base_model_that_trained_on_since_is_named(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--resume", "--run", "toy", "--out", str(shutil.copytree(out, tmp_path / "out"))]
+    for verb, flags in (("pretrain", ["--train.steps", "9"]), ("sft", [])):
+        assert main.main([verb, *where, *PLAIN, *flags]) == 0
+    warned = "warning: fine-tuning began with step 8 of pretrain, which has step 9 now: fine-tune again under another"
+    assert warned in capsys.readouterr().out and manifest.steps(out / "runs/toy/pretrain/checkpoints")[-1] == 8
+
+
 @pytest.mark.parametrize(
     ("words", "flags", "message"),
     [
