@@ -209,9 +209,9 @@ def compare_answers(first: str, second: str, out: Path, log: Log) -> None:
         found.append(read_answers(one.answers(name)) if name else {})
         if not found[-1] and name:
             one.require_trained(name)
-            raise FileNotFoundError(one.has_no(f"answers of stage {name}", f"evaluate --stage {name}"))
+            raise FileNotFoundError(one.has_no(f"answers of stage {name}", f"evaluate --tasks TASK --stage {name}"))
         if not found[-1]:
-            raise FileNotFoundError(one.has_no("answers", "evaluate"))
+            raise FileNotFoundError(one.has_no("answers", "evaluate --tasks TASK"))
     shared = [task for task in found[0] if task in found[1]]
     there = list(dict.fromkeys([*found[0], *found[1]]))
     if not shared:

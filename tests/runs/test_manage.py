@@ -138,8 +138,8 @@ def test_compared_runs_show_what_differs(mine: RunDir, capsys: pytest.CaptureFix
     lines = told(capsys, mine.out, "compare", "mine", "older").splitlines()
     assert [line.split() for line in lines if line.strip().startswith("depth")] == [["depth", "4", "6"]]
     assert not any("optim.eps" in line for line in lines)
-    assert lines[-1].startswith("answers: run 'mine' has no answers yet: `quern evaluate --run mine")
-    for stage, makes in (("pretrain", "evaluate --stage pretrain"), ("rl", "rl")):
+    assert lines[-1].startswith("answers: run 'mine' has no answers yet: `quern evaluate --tasks TASK --run mine")
+    for stage, makes in (("pretrain", "evaluate --tasks TASK --stage pretrain"), ("rl", "rl")):
         last = told(capsys, mine.out, "compare", f"mine/{stage}", "older").splitlines()[-1]
         assert f"yet: `quern {makes} --run mine" in last
     for run, share in ((mine, 0.2), (RunDir(mine.out, "older"), 0.1)):
