@@ -219,20 +219,20 @@ def _walk(root: Path, apart: Path | None) -> Iterator[Entry]:
         path = (folders or links).pop()
         try:
             info = path.stat()
-        except OSError:
-            if not path.is_symlink():
+            is_new = _identity(info) not in seen
+            inside = list(os.scandir(path)) if is_new and stat.S_ISDIR(info.st_mode) else None
+        except OSError as error:
+            closed = path != root and isinstance(error, PermissionError)  # such as lost+found
+            if not closed and not path.is_symlink():
                 raise
-            yield Entry(path, 0, "broken link")
-            continue
-        if _identity(info) in seen:
+            yield Entry(path, 0, "closed folder" if closed else "broken link")
             continue
         seen.add(_identity(info))
-        if stat.S_ISDIR(info.st_mode):
-            with os.scandir(path) as entries:
-                for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
-                    if not entry.name.startswith("."):
-                        (links if entry.is_symlink() else folders).append(Path(entry.path))
-        else:
+        if inside is not None:
+            for entry in sorted(inside, key=lambda entry: entry.name, reverse=True):
+                if not entry.name.startswith("."):
+                    (links if entry.is_symlink() else folders).append(Path(entry.path))
+        elif is_new:
             yield Entry(path, info.st_size, _kind(path) if stat.S_ISREG(info.st_mode) else "no regular file")
 
 

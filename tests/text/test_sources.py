@@ -47,6 +47,25 @@ def test_markdown_is_read_and_what_is_not_is_counted(tmp_path: Path) -> None:
     ]
 
 
+def test_a_folder_without_permission_is_ignored_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "one.txt", "hello")
+    write(tmp_path / "lost+found" / "two.txt", "hello")
+    scandir = os.scandir
+
+    def refused(path: str | Path) -> Any:
+        if closed in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", refused)
+    closed = "lost+found"
+    told = ["text: reading one.txt (5 B)", "text: ignoring lost+found (0 B)"]
+    assert list_source(tmp_path).lines("text") == told
+    closed = str(tmp_path)
+    with pytest.raises(PermissionError):
+        list_source(tmp_path)
+
+
 def test_an_empty_folder_says_what_it_holds(tmp_path: Path) -> None:
     write(tmp_path / "a.png", "x")
     with pytest.raises(
