@@ -64,7 +64,7 @@ def of_pipe(stdin: TextIO | None) -> Read:
         if not line:
             raise EOFError
         try:
-            return line.decode("utf-8").rstrip("\r\n")
+            return line.decode("utf-8-sig").rstrip("\r\n")  # a file can start with a byte order mark
         except UnicodeDecodeError as error:
             raise ValueError(f"standard input is not UTF-8 ({error}): convert it, as with iconv") from error
 

@@ -125,7 +125,7 @@ def read_prompt(prompt: str | None, stdin: TextIO | None) -> str:
     if stdin is None or (prompt is None and stdin.isatty()):
         raise ValueError('there is no prompt: give one with -p "Once upon", or pipe one in')
     try:
-        text = stdin.buffer.read().decode("utf-8")
+        text = stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"the prompt on standard input is not UTF-8 ({error}): convert it, as with iconv") from error
     return re.sub(r"\r?\n\Z", "", text, count=1)

@@ -106,6 +106,7 @@ def entries(text: str) -> list[Entry]:
     ("text", "expected"),
     [
         ("a\r\nb", [Entry("a"), Entry("b")]),
+        ("\ufeff/help\na", [Entry("/help"), Entry("a")]),
         ("a\n\nb\n", [Entry("a"), Entry(""), Entry("b")]),
         ("a \\\n  b\\\nc\nd\n", [Entry("a \n  b\nc"), Entry("d")]),
         ("a\\ \nb\\", [Entry("a\\ "), Entry("b")]),

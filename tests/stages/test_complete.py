@@ -130,7 +130,12 @@ def test_a_prompt_on_standard_input(
     expected = run(capsys, base, "--max-tokens", "6", "-p", PROMPT)
     piped(monkeypatch, b"The miller\n")
     assert run(capsys, base, "--max-tokens", "6") == expected
-    for content, prompt in ((b"The miller", PROMPT), (b"The\nmiller\n\n", "The\nmiller\n"), (b"", "")):
+    for content, prompt in (
+        (b"The miller", PROMPT),
+        (b"\xef\xbb\xbfThe miller", PROMPT),
+        (b"The\nmiller\n\n", "The\nmiller\n"),
+        (b"", ""),
+    ):
         piped(monkeypatch, content)
         assert read_prompt("-", sys.stdin) == prompt
     piped(monkeypatch, b"a\xff")
