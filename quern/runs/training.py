@@ -39,7 +39,8 @@ def fit_to_text(recipe: Resolved, tokenizer: Tokenizer, corpus: Corpus) -> Resol
     """Fills the fields of a recipe that depend on its text: BOS, vocabulary, decay of the head and value embeddings.
 
     A tokenizer of another size than the recipe's is one that came with the text, or one that a small text kept below
-    the size that was asked for: its vocabulary is filled up to a multiple (`LanguageModel.vocabulary_multiple`).
+    the size that was asked for: its vocabulary is filled up to a multiple (`LanguageModel.vocabulary_multiple`). A
+    recipe that has the tokenizer's BOS already is that of a model, as of an import, whose vocabulary it keeps.
 
     corpus: the training tokens. A text of several groups counts as read once.
     """
@@ -47,7 +48,9 @@ def fit_to_text(recipe: Resolved, tokenizer: Tokenizer, corpus: Corpus) -> Resol
     if optim.table_decay_scale is None and "optim.table_decay_scale" not in recipe.unused:
         one_group = groups_of(corpus) == 1
         optim = replace(optim, table_decay_scale=table_decay_rule(recipe, corpus.num_tokens) if one_group else 1.0)
-    if size != recipe.model.vocab_size:
+    if recipe.model.bos == tokenizer.bos:
+        size = recipe.model.vocab_size
+    elif size != recipe.model.vocab_size:
         multiple = getattr(imported(recipe.make_model), "vocabulary_multiple", 1)
         size = -(-size // multiple) * multiple
     return replace(recipe, model=replace(recipe.model, vocab_size=size, bos=tokenizer.bos), optim=optim)

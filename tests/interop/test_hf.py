@@ -33,6 +33,7 @@ from tests.support.toy_engine import toy_tokenizer
 pytestmark = pytest.mark.usefixtures("eager")
 
 INDEX = "model.safetensors.index.json"
+BATCH = ["--train.batch-tokens", "96", "--text.val-megabytes", "0.001"]
 PLAIN = ["--no-compile", "--dtype", "fp32", "--threads", "1"]
 
 
@@ -337,6 +338,18 @@ def test_an_imported_run_can_be_fine_tuned_from(folder: Path) -> None:
     expected = model_of(toy_recipe("llama")).state_dict()
     assert masters.keys() == expected.keys() and all(torch.equal(masters[n], expected[n]) for n in masters)
     assert all((t == 0).all() for name, t in tensors.items() if not name.startswith("master."))
+
+
+def test_training_goes_on_from_a_vocabulary_that_was_filled_up(tmp_path: Path) -> None:
+    rows = toy_tokenizer().vocab_size + 6
+    export(write_run(tmp_path, toy_recipe("llama", vocab_size=rows)), tmp_path / "hf")
+    text = tmp_path / "text.txt"
+    text.write_text("The miller grinds the grain at dawn, and the stone hums.\n" * 90, encoding="utf-8")
+    copy = RunDir(tmp_path, "copy")
+    import_hf.run(tmp_path / "hf", copy, replace(RECIPE, data=str(text)), stage="pretrain", tokenizer=None, log=silent)
+    command("pretrain", tmp_path, "--from", "copy", "--run", "next", "--train.steps", "1", *BATCH, *PLAIN)
+    command("pretrain", tmp_path, "--resume", "--run", "next", "--train.steps", "2", *BATCH, *PLAIN)
+    assert load(RunDir(tmp_path, "next"), FP32, silent).recipe.model.vocab_size == rows
 
 
 # The tokenizer's file ---------------------------------------------------------------------------------------
