@@ -31,7 +31,7 @@ class QuernConfig(PretrainedConfig):
     key_offset: In layers that see all tokens, keys are partly those of the token before (`offset`).
     """
 
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
     vocab_size = hidden_size = num_hidden_layers = head_dim = max_position_embeddings = 0
     num_attention_heads = num_key_value_heads = 1
     windows: Sequence[int | None] = ()
@@ -220,6 +220,7 @@ class QuernForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
+        cache: DynamicCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """The logits of the next tokens (B, N, V) in fp32, the loss and the cache. Raises ValueError for an argument
@@ -228,7 +229,8 @@ class QuernForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: (B, T) tokens of the whole text, also of what the cache holds.
             attention_mask: (B, T): 1 for a token, 0 for padding on the left or right; None: no padding.
-            past_key_values: The cache; the tokens that it does not hold are new.
+            past_key_values, cache: The cache, by its name before and from transformers 5.24 on; the tokens that it does
+                not hold are new.
             labels: (B, T) tokens as `input_ids`, -100 where no loss is wanted; the loss shifts them itself.
             logits_to_keep: Only the last so many logits, or the logits at these indices; 0: of all new tokens.
             kwargs: `num_items_in_batch`, which the loss is divided by.
@@ -239,23 +241,24 @@ class QuernForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"this model does not support the arguments {', '.join(sorted(unknown))}: leave them out")
         if input_ids is None:
             raise ValueError("this model needs input_ids: embeddings alone do not determine its output")
-        if past_key_values is not None and not isinstance(past_key_values, DynamicCache):
-            raise ValueError(f"the cache must be a DynamicCache, not a {type(past_key_values).__name__}")
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        text = Text(input_ids, attention_mask, past_key_values, self.document_start())
+        cache = past_key_values if cache is None else cache
+        if cache is not None and not isinstance(cache, DynamicCache):
+            raise ValueError(f"the cache must be a DynamicCache, not a {type(cache).__name__}")
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        text = Text(input_ids, attention_mask, cache, self.document_start())
         x = self.hidden_states(text)
         kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.cap(self.head(x[:, kept]).float())
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **items)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        output = CausalLMOutputWithPast(loss, logits, cache)
         return output.to_tuple() if return_dict is False else output
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         """The arguments of `forward` for the next step: the whole text, not its last token alone."""
-        names = ("attention_mask", "past_key_values", "use_cache", "logits_to_keep")
+        names = ("attention_mask", "past_key_values", "cache", "use_cache", "logits_to_keep")
         return {"input_ids": input_ids} | {name: kwargs[name] for name in names if kwargs.get(name) is not None}
 
     def get_input_embeddings(self) -> nn.Module:

@@ -166,6 +166,18 @@ def test_beams_are_those_without_a_cache(tmp_path: Path) -> None:
         assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
 
 
+def test_a_step_of_generation_computes_one_token(tmp_path: Path) -> None:
+    """Whatever transformers calls the cache; 5.24 gave it another name."""
+    model, ids, sizes = load_exported(exported(tmp_path, toy_recipe("gpt"))), torch.tensor([[5, 6, 7, 8, 9]]), []
+    model.blocks[0].register_forward_pre_hook(lambda block, inputs: sizes.append(inputs[0].size(1)))
+    model.generate(ids, max_new_tokens=4, do_sample=False, temperature=None, top_k=None, eos_token_id=None)
+    for name in ("past_key_values", "cache"):
+        named = {name: DynamicCache()}
+        model(ids[:, :3], **named)
+        model(**model.prepare_inputs_for_generation(ids, **named))
+    assert sizes == [5, 1, 1, 1, 3, 2, 3, 2]
+
+
 # What is refused --------------------------------------------------------------------------------------------
 
 
