@@ -272,11 +272,8 @@ def sampled_scores(
     for k in (k for k in K if k <= samples):
         shares = np.array([pass_at_k(one, samples, k) for one in right])
         mean, error = float(shares.mean()), float(shares.std()) / max(1, len(shares) - 1) ** 0.5
-        low, high = interval(mean, error)
-        # Equal shares, such as all 0, say nothing about the spread.
-        ends = (max(0.0, low), min(1.0, high)) if error else (None, None)
         settings = {**Prompts(engine.tokenizer.bos, prompts).settings(), "skipped": len(items) - len(asked)}
-        scores.append(Score(name, f"pass@{k}", mean, *ends, len(asked), 0.0, **settings))
+        scores.append(Score(name, f"pass@{k}", mean, *interval(mean, error, 0.0, 1.0), len(asked), 0.0, **settings))
     return scores, {number: one for (number, _), one in zip(asked, right, strict=True)}
 
 

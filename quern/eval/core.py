@@ -239,7 +239,8 @@ def run_core(
         parts = [(score, task.baseline(version)) for score, (task, _) in zip(scores, tasks, strict=True)]
         means.append(mean := suite_score("CORE", len(TASKS), parts, whole, version, limited))
         if mean.value is not None:
-            log(f"  {mean.task}: {mean.value:.4f} ({mean.low:.4f} to {mean.high:.4f})")
+            ends = f" ({mean.low:.4f} to {mean.high:.4f})" if mean.low is not None else ""
+            log(f"  {mean.task}: {mean.value:.4f}{ends}")
     return [*scores, *means]
 
 

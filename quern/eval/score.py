@@ -82,9 +82,13 @@ def wilson(correct: int, count: int) -> tuple[float, float]:
     return (0.0 if correct == 0 else max(0.0, centre - half)), (1.0 if correct == count else min(1.0, centre + half))
 
 
-def interval(value: float, error: float) -> tuple[float, float]:
-    """The 95% interval (low, high) of a value with a standard error."""
-    return value - CONFIDENT * error, value + CONFIDENT * error
+def interval(
+    value: float, error: float, least: float = -math.inf, most: float = math.inf
+) -> tuple[float, float] | tuple[None, None]:
+    """The 95% interval (low, high) of a value from `least` to `most` with a standard error. An error of 0 has none:
+    equal scores of all questions, such as 0, say nothing about the spread."""
+    ends = max(least, value - CONFIDENT * error), min(most, value + CONFIDENT * error)
+    return ends if error else (None, None)
 
 
 def accuracy(task: str, correct: Sequence[bool], chances: Sequence[float], **settings: Any) -> Score:

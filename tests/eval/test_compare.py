@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import binomtest
 
 from quern.eval.answers import answers_file, compare, paired_bootstrap, read_answers, write_answers
-from quern.eval.score import Prompts, Score, accuracy, wilson
+from quern.eval.score import Prompts, Score, accuracy, mean_score, wilson
 from tests.support.rows import write_rows
 
 NAMES = ("a/sft", "b/sft")
@@ -68,6 +68,14 @@ def test_items_are_paired_by_their_prompt(tmp_path: Path) -> None:
 def test_wilson_equals_scipy(correct, count):
     expected = binomtest(correct, count).proportion_ci(0.95, method="wilson")
     assert wilson(correct, count) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_a_mean_of_tasks_without_a_right_answer_has_no_interval():
+    none, half = accuracy("a", [False] * 20, [0.0] * 20), accuracy("b", [True, False] * 10, [0.0] * 20)
+    alone, both = mean_score("mean", [(none, 0.0), (none, 0.0)]), mean_score("mean", [(none, 0.0), (half, 0.25)])
+    assert (alone.value, alone.low, alone.high) == (0.0, None, None)
+    error = (0.25 / 20) ** 0.5 / 0.75 / 2
+    assert (both.low, both.high) == pytest.approx((1 / 6 - 1.959964 * error, 1 / 6 + 1.959964 * error))
 
 
 def test_accuracy_says_what_was_asked():
