@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 
 from tests.laws.table import Law
-from tests.support import faulty_ranks, interpreter, jax_process, llama_cpp
+from tests.support import command, faulty_ranks, interpreter, jax_process, llama_cpp
 from tests.support import ranks as ranks_process
 from tests.support.small_text import write_text
 
@@ -36,6 +36,19 @@ def eager() -> Iterator[None]:
 
     with compiler.eager():
         yield
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> command.Told:
+    """Runs commands of `quern`: tests/support/command.py."""
+    return command.runner(capsys)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`tmp_path`, and it is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 # Order under xdist -------------------------------------------------------------------------------------------

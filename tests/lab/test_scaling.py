@@ -5,6 +5,7 @@ import functools
 import json
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quern.cli import main
 from quern.lab.options import ScalingOptions
 from quern.lab.scaling.fits import Envelope, Estimate, Optimum
 from quern.lab.scaling.isoflop import CONVENTIONS, make_plan, most_stable
@@ -24,6 +24,7 @@ from quern.model.count import FlopCounter, Parameters, flop_counter, parameters
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
+from tests.support.command import Told
 
 TRUE = Surface(E=0.9, A=300.0, B=400.0, alpha=0.35, beta=0.38)
 """In the parameters of Kaplan's convention: matrices and head."""
@@ -85,8 +86,18 @@ def cells(given: ScalingOptions) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (given.folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_study_finds_the_law_and_predicts_the_next_budget(tmp_path: Path) -> None:
-    body, lines = study(options(tmp_path, resamples=100))
+Made = tuple[ScalingOptions, dict[str, Any], list[str]]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A study that nothing disturbs, its fits.json and the printed lines."""
+    given = options(tmp_path_factory.mktemp("first"), study="first", resamples=100)
+    return given, *study(given)
+
+
+def test_a_study_finds_the_law_and_predicts_the_next_budget(first: Made) -> None:
+    _, body, lines = first
     assert body["runs"] == {"planned": 28, "used": 28, "diverged": [], "missing": [], "off_budget": []}
     surface = body["conventions"]["kaplan"]["surface"]
     for name in ("E", "A", "B", "alpha", "beta"):
@@ -99,19 +110,13 @@ def test_a_study_finds_the_law_and_predicts_the_next_budget(tmp_path: Path) -> N
     best = TRUE.loss(found["parameters"]["value"], found["tokens"]["value"]).item()
     assert found["loss"]["low"] <= best <= found["loss"]["high"]
     assert body["stable"]["name"] in body["conventions"]
-    printed = "\n".join(lines)
-    for part in (
-        "kaplan: matrices and head",
-        "N* ∝ C^",
-        "at 3e+15 FLOPs by the surface: parameters ",
-        "without budget ",
-    ):
-        assert part in printed
-    assert f"by the convention {body['stable']['name']} " in printed
+    parts = ["kaplan: matrices and head", "N* ∝ C^", "at 3e+15 FLOPs by the surface: parameters ", "without budget "]
+    for part in (*parts, f"by the convention {body['stable']['name']} "):
+        assert part in "\n".join(lines)
     assert surface["leave_out"][-1]["label"].partition(",")[0] in ("1e+13 FLOPs", "3e+14 FLOPs")  # a corner of the grid
 
 
-def test_a_study_that_was_stopped_repeats_no_finished_run_and_keeps_its_plan(tmp_path: Path) -> None:
+def test_a_study_that_was_stopped_repeats_no_finished_run_and_keeps_its_plan(first: Made, tmp_path: Path) -> None:
     def stop(number: int, recipe: Recipe) -> None:
         if number == 3:
             raise KeyboardInterrupt
@@ -119,8 +124,7 @@ def test_a_study_that_was_stopped_repeats_no_finished_run_and_keeps_its_plan(tmp
     def on(device: str) -> dict[str, Any]:
         return {"commit": "abc", "machine": {"device": device, "dtype": "float32", "compiled": True, "torch": "2.9"}}
 
-    whole, given = options(tmp_path / "whole"), options(tmp_path / "stopped")
-    study(whole)
+    (whole, fitted, _), given = first, replace(first[0], out=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         run(given, FakeTrainer(stop), lambda line: None, facts=on("cpu"))
     with (given.folder / "cells.jsonl").open("a", encoding="utf-8") as file:
@@ -128,7 +132,7 @@ def test_a_study_that_was_stopped_repeats_no_finished_run_and_keeps_its_plan(tmp
     logged = replace(given, recipe=replace(RECIPE, train=replace(RECIPE.train, log_every=99)), tokens_per_second=9.0)
     _, said = study(logged, rest := FakeTrainer())  # which changes nothing that is learned
     assert "3 runs finished before, 25 are left" in said and rest.trained == 25
-    assert cells(given) == cells(whole) and fits(given) == fits(whole)
+    assert cells(given) == cells(whole) and fits(given) == fitted
     with pytest.raises(ValueError, match=r"another --device \(cpu then, cuda now\)"):
         run(given, FakeTrainer(), said.append, facts=on("cuda"))
     rates = replace(RECIPE, optim=replace(RECIPE.optim, matrix_lr=0.03))
@@ -142,13 +146,13 @@ def test_a_study_that_was_stopped_repeats_no_finished_run_and_keeps_its_plan(tmp
 
 
 def test_fit_reads_a_study_that_another_process_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
     given = options(tmp_path)
     assert options(tmp_path, study="").folder == given.folder
     monkeypatch.setattr("quern.machine.detect", None)  # the compiler is not tried: nothing trains
-    assert main.main(["lab", "scaling", "--fit", "--out", str(tmp_path)]) == 1
-    assert re.search(r"there is no study in .*/lab/scaling: train it first", capsys.readouterr().err)
+    said = told("lab", "scaling", "--fit", "--out", tmp_path, code=1)
+    assert re.search(r"there is no study in .*/lab/scaling: train it first", said)
     assert not list(tmp_path.iterdir())
 
     def look(number: int, recipe: Recipe) -> None:
@@ -180,10 +184,10 @@ def test_diverged_failed_and_padded_cells_are_survived_and_named(tmp_path: Path)
     assert run(given, Unlucky(), lines.append) == 1
     found = fits(given)["runs"]
     assert (found["planned"], found["used"]) == (28, 20)
-    assert found["diverged"] == [f"{flops} FLOPs, size 3, seed 0" for flops in ("1e+13", "3e+13", "1e+14", "3e+14")]
+    assert found["diverged"] == [f"{flops:.0e} FLOPs, size 3, seed 0" for flops in BUDGETS]
     bad = [line for line in cells(given) if line["size"] == "3"]
     assert len(bad) == 4 and all(line["bpb"] is line["tokens_per_second"] is None for line in bad)
-    assert found["missing"] == [f"{flops} FLOPs, size 7, seed 0" for flops in ("1e+13", "3e+13", "1e+14", "3e+14")]
+    assert found["missing"] == [f"{flops:.0e} FLOPs, size 7, seed 0" for flops in BUDGETS]
     assert "3e+14 FLOPs, size 7, seed 0 failed and is left out: not enough memory" in lines
     assert len(found["off_budget"]) == 4 and found["off_budget"][0].startswith("1e+13 FLOPs, size 4, seed 0: -")
     retry = FakeTrainer()
@@ -233,21 +237,18 @@ def test_a_plan_that_fits_nothing_is_refused(changes: dict[str, Any], reason: st
     assert not list(tmp_path.iterdir())
 
 
-def test_a_prediction_is_checked_against_the_budget_that_it_is_for(tmp_path: Path) -> None:
-    first = options(tmp_path, study="first", resamples=100)
-    study(first)
+def test_a_prediction_is_checked_against_the_budget_that_it_is_for(first: Made) -> None:
+    given, predicted, _ = first
     with pytest.raises(ValueError, match=r"first predicts 3e\+15 FLOPs: give that with --budgets"):
-        study(options(tmp_path, study="other", check="first"))
+        study(replace(given, study="other", check="first"))
     sizes = ("5", "6", "7", "6x512", "7x640")
-    later = options(tmp_path, study="later", check="first", budgets=(3e15,), sizes=sizes, resamples=100)
-    measured, lines = study(later)
+    measured, lines = study(replace(given, study="later", check="first", budgets=(3e15,), sizes=sizes))
     kaplan = [line for line in lines if line.strip().startswith("kaplan") and "surface" in line]
     assert any("predictions of first for 3e+15 FLOPs" in line for line in lines)
     assert kaplan and any("loss" in line and line.rstrip().endswith("yes") for line in kaplan)
-    predicted = fits(first)
-    far = predicted["predictions"]["kaplan"]["surface"]["loss"]
-    far |= {"value": 9.0, "low": 8.9, "high": 9.1}
-    assert any("loss" in line and line.rstrip().endswith("no") for line in check_lines("first", predicted, measured))
+    far = deepcopy(predicted)
+    far["predictions"]["kaplan"]["surface"]["loss"] |= {"value": 9.0, "low": 8.9, "high": 9.1}
+    assert any("loss" in line and line.rstrip().endswith("no") for line in check_lines("first", far, measured))
 
 
 # The plan, and the conventions -------------------------------------------------------------------------------
@@ -318,14 +319,9 @@ def envelope_of(optima: tuple[tuple[int, int], ...], noise: float, flops: tuple[
     def sure(value: float) -> Estimate:
         return Estimate(value, value, value)
 
-    logs = np.log(np.array(optima, float))
-    return Envelope(
-        tuple(
-            Optimum(budget, 7, "", sure(n), sure(d), sure(d / n), sure(1.0))
-            for budget, (n, d) in zip(flops, optima, strict=True)
-        ),
-        samples=logs + np.random.default_rng(0).normal(0, noise, (500, *logs.shape)),
-    )
+    logs, pairs = np.log(np.array(optima, float)), zip(flops, optima, strict=True)
+    found = tuple(Optimum(budget, 7, "", sure(n), sure(d), sure(d / n), sure(1.0)) for budget, (n, d) in pairs)
+    return Envelope(found, samples=logs + np.random.default_rng(0).normal(0, noise, (500, *logs.shape)))
 
 
 def test_the_published_study_names_the_convention_that_its_authors_chose() -> None:
@@ -343,9 +339,8 @@ def test_conventions_are_compared_over_their_common_budgets() -> None:
     kaplan, chinchilla = PUBLISHED["kaplan"], PUBLISHED["chinchilla"]
     three = envelope_of(chinchilla[1:], noise=0.01, flops=FLOPS[1:])
     found = most_stable({"kaplan": envelope_of(kaplan, noise=0.01), "chinchilla": three})
-    assert found.spreads and found.spreads["kaplan"] == pytest.approx(
-        np.log([d / n for n, d in kaplan[1:]]).std(ddof=1)
-    )
+    spread = np.log([d / n for n, d in kaplan[1:]]).std(ddof=1)
+    assert found.spreads and found.spreads["kaplan"] == pytest.approx(spread)
     two = envelope_of(chinchilla[2:], noise=0.01, flops=FLOPS[2:])
     found = most_stable({"kaplan": envelope_of(kaplan, noise=0.01), "chinchilla": two})
     assert (found.name, found.refusal) == (None, "2 of at least 3 budgets have an optimum in every convention")

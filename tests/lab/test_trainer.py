@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quern.cli import main
 from quern.cluster import connect
 from quern.flags.check_flags import DeviceOptions
 from quern.flags.recipe_file import read_recipe_file
@@ -31,6 +31,7 @@ from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
 from quern.stages.session import Session
 from quern.train.guard import EXIT_STOPPED
+from tests.support.command import Told, run
 from tests.support.toy_training import CPU
 from tests.support.train_here import train_here
 
@@ -38,23 +39,10 @@ pytestmark = pytest.mark.usefixtures("eager")
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
-class Lost(GPT):
-    """Its loss is not a number."""
-
-    def loss(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        total, losses = super().loss(*arguments)
-        return total * float("nan"), losses
-
-
 def toy(text: Path, **train: Any) -> Recipe:
-    return replace(
-        RECIPE,
-        depth=1,
-        data=str(text),
-        text=TextRecipe(vocab_size=304, val_megabytes=0.004),  # FP8 needs a multiple of 16
-        model=ModelRecipe(width=32, head_dim=16, context=32),
-        train=TrainRecipe(**{"steps": 6, "batch_tokens": 128, **train}),
-    )
+    words = TextRecipe(vocab_size=304, val_megabytes=0.004)  # FP8 needs a multiple of 16
+    model, trained = ModelRecipe(width=32, head_dim=16, context=32), {"steps": 6, "batch_tokens": 128, **train}
+    return replace(RECIPE, depth=1, data=str(text), text=words, model=model, train=TrainRecipe(**trained))
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +65,11 @@ def pretrained(recipe: Recipe, out: Path, run: str) -> list[dict[str, Any]]:
 
 def test_a_trial_is_the_pretraining_with_its_seeds(text: Path, out: Path, trainer: Trainer) -> None:
     recipe = toy(text)
-    seen: list[tuple[int, float]] = []
-    trial = trainer.train(recipe, name="toy", seed=3, data_seed=4, on_step=lambda step, s: seen.append((step, s)))
+    seen: list[int] = []
+    trial = trainer.train(recipe, name="toy", seed=3, data_seed=4, on_step=lambda step, _: seen.append(step))
     last = {key: line[key] for line in pretrained(replace(recipe, seed=3, data_seed=4), out, "seeds") for key in line}
     assert trial.bpb == last["val_bpb"] and trial.tokens == last["tokens"] and trial.flops == last["flops"]
-    assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6] and trial.curve[-1].bpb == trial.bpb
+    assert seen == [1, 2, 3, 4, 5, 6] and trial.curve[-1].bpb == trial.bpb
     assert trial.parameters["total"] > trial.parameters["transformer"] > 0
 
     other = trainer.train(recipe, name="toy", seed=3, data_seed=5)
@@ -131,6 +119,12 @@ def test_a_trial_ends_early_and_a_diverged_one_has_no_score(text: Path, trainer:
 
     with pytest.raises(StopAsyncIteration):
         trainer.train(toy(text), name="toy", seed=0, data_seed=0, evaluations=3, on_eval=prune)
+
+    class Lost(GPT):
+        def loss(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+            total, losses = super().loss(*arguments)
+            return total * float("nan"), losses
+
     lost = replace(toy(text, max_skips=2), make_model=Lost)
     assert trainer.train(lost, name="lost", seed=0, data_seed=0).bpb is None
 
@@ -154,40 +148,32 @@ def test_a_signal_ends_the_study_and_in_the_last_step_quern_run(
     assert [event["kind"] for event in read_events(out / "runs" / "last" / "pretrain")][-1] == "finish"
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The message of a call that the command line refuses."""
-    assert main.main(["lab", *arguments]) == 1
-    return capsys.readouterr().err
-
-
 def test_a_comparison_from_the_command_line(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, text: Path, monkeypatch: pytest.MonkeyPatch, told: Told, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    refused = partial(told, "lab", code=1)
     for name, cap in (("base", 15.0), ("idea", 20.0)):
         Path(f"{name}.py").write_text(
             "from dataclasses import asdict, replace\nfrom quern.recipes.gpt import RECIPE as GPT\n"
             f"RECIPE = replace(GPT, model=replace(GPT.model, softcap={cap}))\n",
             encoding="utf-8-sig",  # as Windows' editor writes it
         )
-    assert "name a baseline, as recipes or .py files: quern lab ladder exp" in refused(capsys, "ladder")
-    assert "name a baseline and at least one idea" in refused(capsys, "compare", "base.py")
-    minutes = refused(capsys, "compare", "base.py", "idea.py", "--train.minutes", "3")
+    assert "name a baseline, as recipes or .py files: quern lab ladder exp" in refused("ladder")
+    assert "name a baseline and at least one idea" in refused("compare", "base.py")
+    minutes = refused("compare", "base.py", "idea.py", "--train.minutes", "3")
     assert "--train.minutes does nothing in a study" in minutes
     command = "compare base.py idea.py --model.width 32 --model.head-dim 16 --model.context 32 --text.vocab-size 300 "
     command += "--train.steps 4 --train.batch-tokens 128 --text.val-megabytes 0.004 --depth 1 --optim.lr-scale 0.015625"
     command += " --most-pairs 3 --alpha 0.4 --study cap --no-compile --dtype fp32 --threads 1 --device cpu"
     given = [*command.split(), "--data", str(text)]
-    assert "--most-pairs must be a whole number between 3 and 100, not 2" in refused(capsys, *given, "--most-pairs=2")
-    long = Path("my long.py")
-    long.write_text(
-        Path("idea.py").read_text("utf-8") + "RECIPE = replace(RECIPE, train=replace(GPT.train, minutes=1))\n"
-    )
-    assert "comparable: leave out train.minutes" in refused(capsys, "compare", "base.py", str(long))
-    long.write_text(Path("idea.py").read_text("utf-8"), "utf-8")
-    assert "'base-my long': give --study letters" in refused(capsys, "compare", "base.py", str(long))
-    assert "a rung sets depth, model.context" in refused(capsys, *given, "--ladder")
-    assert "--every are for the ladder" in refused(capsys, *given, "--rungs", "2") and not Path("out/lab").exists()
+    assert "--most-pairs must be a whole number between 3 and 100, not 2" in refused(*given, "--most-pairs=2")
+    long, idea = Path("my long.py"), Path("idea.py").read_text("utf-8")
+    long.write_text(f"{idea}RECIPE = replace(RECIPE, train=replace(GPT.train, minutes=1))\n", "utf-8")
+    assert "comparable: leave out train.minutes" in refused("compare", "base.py", long)
+    long.write_text(idea, "utf-8")
+    assert "'base-my long': give --study letters" in refused("compare", "base.py", long)
+    assert "a rung sets depth, model.context" in refused(*given, "--ladder")
+    assert "--every are for the ladder" in refused(*given, "--rungs", "2") and not Path("out/lab").exists()
 
     def train(out: Path, machine: Any, variables: Any) -> Train:
         """The idea in a process, as the command does; the baseline, whose process would be the same, in this one."""
@@ -200,10 +186,10 @@ def test_a_comparison_from_the_command_line(
         return train_here(Path("out"), {"device": "cpu", "dtype": "fp32", "compile": False, "threads": 1})(arm, seeds)
 
     monkeypatch.setattr("quern.lab.ladder.command.in_process", lambda *_: killed)
-    assert main.main(["lab", *given]) == 1 and "code -9; the same command tries again" in capsys.readouterr().out
+    run("lab", *given, code=1)
+    assert "code -9; the same command tries again" in capsys.readouterr().out
     monkeypatch.setattr("quern.lab.ladder.command.in_process", train)
-    assert main.main(["lab", *given]) == 0
-    said = capsys.readouterr().out
+    said = told("lab", *given)
     assert "trigram" in said and "multiplier by FLOPs" in said
     study = Comparison(Path("out/lab/cap"))
     assert study.plan.facts["command"].startswith("quern lab compare base.py idea.py")
@@ -212,44 +198,42 @@ def test_a_comparison_from_the_command_line(
     trials = [one for runs in study.trials.values() for one in runs.values()]
     assert len({one.bpb for one in trials}) == len(trials) and {one.steps for one in trials} == {4, 6}
     before = (study.folder / "trials.jsonl").read_text()
-    assert main.main(["lab", *given]) == 0, "a study that is complete trains nothing"
-    assert (study.folder / "trials.jsonl").read_text() == before and str(text.parent) not in before
-    assert "experiments is no folder" in refused(capsys, "log", "--study", "cap") and not Path("experiments").exists()
+    told("lab", *given)
+    assert (study.folder / "trials.jsonl").read_text() == before, "a study that is complete trains nothing"
+    assert str(text.parent) not in before
+    assert "experiments is no folder" in refused("log", "--study", "cap") and not Path("experiments").exists()
     Path("experiments").mkdir()
     Path("experiments/idea.py").write_text('"""An idea.\n\nVerdict: none.\n"""\n', encoding="utf-8")
-    assert main.main(["lab", "log", "--study", "cap"]) == 0
+    told("lab", "log", "--study", "cap")
     page = Path("docs/experiments/cap.md").read_text(encoding="utf-8")
     assert "(cap-multipliers.svg)" in page and str(text.parent) not in page
-    assert re.search(
-        r"^Verdict: .+ at 1x32, 4 steps \(.+, 3 pairs\); multiplier × ",
-        Path("experiments/idea.py").read_text("utf-8"),
-        re.M,
-    )
+    verdict = r"^Verdict: .+ at 1x32, 4 steps \(.+, 3 pairs\); multiplier × "
+    assert re.search(verdict, Path("experiments/idea.py").read_text("utf-8"), re.M)
     log = Path("experiments/LOG.md").read_text(encoding="utf-8")
     assert "| idea | " in log and "old one" not in log and "; it is 1x32, vocabulary 300, context 32, 4 steps" in log
     plan = Path("experiments/records/cap/study.json")
     plan.write_text(re.sub(r'"0": "\w+"', '"0": "other"', plan.read_text()))
-    assert main.main(["lab", "log"]) == 0 and "old one" in Path("experiments/LOG.md").read_text(encoding="utf-8")
+    told("lab", "log")
+    assert "old one" in Path("experiments/LOG.md").read_text(encoding="utf-8")
 
 
 def test_calibration_records_the_command_that_was_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    refused = partial(told, "lab", code=1)
     for name in ("base", "idea"):
         Path(f"{name}.py").write_text("from quern.recipes.gpt import RECIPE\n", encoding="utf-8")
     Path("answers.json").write_text('{"idea": ["no difference"]}', encoding="utf-8")
     seen: list[object] = []
     monkeypatch.setattr("quern.lab.ladder.command.run", lambda *given, **more: seen.extend((*given, more)) or 0)
-    told = refused(capsys, "calibrate", "base.py", "idea.py")
-    assert "name a baseline and the file of known answers" in told
+    assert "name a baseline and the file of known answers" in refused("calibrate", "base.py", "idea.py")
     for text, expected in (
         ('{"none": ["no difference"]}', "lost.json names 'none', but no folder under . has none.py"),
         ('{"idea": ["wrose"]}', "Invalid enum value 'wrose' - at `$[...][0]`): write the right verdicts"),
     ):
         Path("lost.json").write_text(text, encoding="utf-8")
-        assert expected in refused(capsys, "calibrate", "base.py", "lost.json")
-    assert main.main(["lab", "calibrate", "base.py", "answers.json", "--delta", "0.01"]) == 0
+        assert expected in refused("calibrate", "base.py", "lost.json")
+    told("lab", "calibrate", "base.py", "answers.json", "--delta", "0.01")
     assert "quern lab calibrate base.py answers.json --delta 0.01" in seen
     assert seen[-1] == {"answers": {"idea": ["no difference"]}}
 

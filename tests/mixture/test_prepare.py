@@ -1,17 +1,14 @@
 """Mixtures: what each source gives, what is held out, refusals, re-use, and memory that does not grow with the rows."""
 
-import json
 import os
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from quern.data import packing
@@ -23,22 +20,21 @@ from quern.recipes import gpt
 from quern.runs import origin
 from quern.runs.origin import corpus_fingerprint
 from quern.stages.evaluate import chats
-from quern.temporaries import alone_in
 from quern.text import sources
 from quern.text.chat import render
 from quern.text.tinyworld import corpus as tinyworld
 from quern.text.tokenizer import Tokenizer
 from tests.support.memory_corpus import memory_corpus
+from tests.support.rows import write_rows
 from tests.support.small_text import read_conversations
+from tests.support.waiting import second
 
 TOKENIZER = Tokenizer.train(["hello good day question answer number of eggs", "question answer"], 300)
 GSM8K = {"question": "A hen lays 2 eggs on each of 3 days, so how many eggs?", "answer": "<<2*3=6>>6 eggs\n#### 6"}
 
 
 def write(path: Path, rows: Sequence[Any]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+    return str(write_rows(path, rows))
 
 
 def talks(count: int, word: str = "day") -> list[dict[str, str]]:
@@ -161,49 +157,32 @@ def test_conversations_that_fit_are_held_out_and_lost_ones_counted(tmp_path: Pat
     cropped = write(tmp_path / "cropped.jsonl", [long[0], long[1], long[0] | {"instruction": "day"}])
     assert prepared(cropped, tmp_path / "out", **context).val.num_documents == 1, "none fits, and two have a reply"
     lost = write(tmp_path / "lost.jsonl", [long[1]] * 3)
-    with pytest.raises(
-        ValueError, match="3 conversations, 3 of them without a reply in the context of 64 tokens, none"
-    ):
+    none = "3 conversations, 3 of them without a reply in the context of 64 tokens, none"
+    with pytest.raises(ValueError, match=none):
         prepared(lost, tmp_path / "out", **context)
 
 
 def public(name: str, rows: list[dict[str, Any]], test: list[dict[str, Any]], out: Path) -> Any:
     """A fetch function that finds a public set."""
     folder = out / "downloads" / name
-    for split, some in (("train", rows), ("val", test)):
-        (folder / split).mkdir(parents=True)
-        pq.write_table(pa.Table.from_pylist(some), folder / split / f"{split}.parquet")
-    found = {"train": (folder / "train/train.parquet",), "val": (folder / "val/val.parquet",)}
+    sets = {"train": rows, "val": test}
+    found = {split: (write_rows(folder / split / f"{split}.parquet", some),) for split, some in sets.items()}
     return lambda asked: found if asked.source == name else no_fetch(asked)
 
 
 def test_of_two_processes_with_the_same_conversations_the_second_waits_and_finds_them_prepared(tmp_path: Path) -> None:
-    path, out, said = write(tmp_path / "talks.jsonl", talks(20)), tmp_path / "out", list[str]()
+    path, out = write(tmp_path / "talks.jsonl", talks(20)), tmp_path / "out"
     first = prepared(path, out)
     (manifest,) = out.rglob("manifest.json")
-    whole = manifest.read_text(encoding="utf-8")
-    manifest.unlink()
-
-    def log(line: str) -> None:
-        said.append(line)
-        if "waiting" in line:  # the other one ends
-            manifest.write_text(whole, encoding="utf-8")
-            before.append(manifest.stat().st_ino)
-            stack.close()
-
-    before = list[int]()
-    with ExitStack() as stack:
-        stack.enter_context(alone_in(manifest.parent, print))
-        second = prepare_mixture(asking(path), TOKENIZER, out, no_fetch, log)
-    assert said[-1].startswith(f"waiting for process {os.getpid()} on ") and before == [manifest.stat().st_ino]
-    assert corpus_fingerprint(second.train, second.val) == corpus_fingerprint(first.train, first.val)
+    found, said = second(partial(prepare_mixture, asking(path), TOKENIZER, out, no_fetch), manifest)
+    assert said.startswith(f"waiting for process {os.getpid()} on ")
+    assert corpus_fingerprint(found.train, found.val) == corpus_fingerprint(first.train, first.val)
 
 
 def test_test_rows_in_a_public_set_are_left_out(tmp_path: Path) -> None:
     """Only its training files are read, and of them no row that is also a test row."""
-    rows = [
-        {**GSM8K, "question": f"{number} is a number, and here is a long question about it?"} for number in range(9)
-    ]
+    asked = (f"{number} is a number, and here is a long question about it?" for number in range(9))
+    rows = [{**GSM8K, "question": question} for question in asked]
     fetch = public("gsm8k", [*rows, GSM8K, rows[0]], [GSM8K], tmp_path / "out")
     mixture = prepared("gsm8k,repeats=2", tmp_path / "out", fetch=fetch)
     (found,) = mixture.sources
@@ -221,9 +200,7 @@ def test_a_test_row_in_a_file_of_the_user_is_an_error(tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     write(tests / "gsm8k_test.jsonl", [GSM8K])
     named = replace(gpt.RECIPE.sft, tests=str(tests))
-    message = (
-        r"own.jsonl, line 6: the conversation holds a test question, that of .*gsm8k_test.jsonl, line 1 \(--sft.tests\)"
-    )
+    message = r"own.jsonl, line 6: .* holds a test question, that of .*gsm8k_test.jsonl, line 1 \(--sft.tests\)"
     with pytest.raises(ValueError, match=message):
         prepared(own, out, sft=named)
     public("gsm8k", [GSM8K], [GSM8K], out)
@@ -315,8 +292,7 @@ def test_the_column_of_the_messages_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "talks.jsonl", [{"instruction": "other", "chat": row} for row in rows])
     mixture = prepared(f"{path},column=chat", tmp_path / "out")
     assert texts(mixture.val) + texts(mixture.train) == [f"question {n}" for n in range(9)]
-    table = tmp_path / "talks.parquet"
-    pq.write_table(pa.Table.from_pylist([{"id": 1, "chat": row} for row in rows]), table)
+    table = write_rows(tmp_path / "talks.parquet", [{"id": 1, "chat": row} for row in rows])
     assert texts(prepared(f"{table},column=chat", tmp_path / "out").train) == texts(mixture.train)
     with pytest.raises(ValueError, match="talks.parquet, record 1: not a conversation: it has no column or key 'talk'"):
         prepared(f"{table},column=talk", tmp_path / "out")

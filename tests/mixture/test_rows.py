@@ -1,8 +1,6 @@
 """Rows of question sets as conversations: calculator calls agree with the calculator, letters with the choices. Test
 rows are found wherever they are copied to, and nothing else is."""
 
-import gzip
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from quern.mixture.prepare import TaskRows, built_in_rows
 from quern.mixture.sources import to_messages, word_problem
 from quern.text.chat import ContentPart, Message
 from quern.text.tinyworld import corpus
+from tests.support.rows import write_rows
 
 ANSWER = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
 
@@ -25,15 +24,10 @@ def reply(record: Any) -> Message:
 def test_marks_become_calls_of_the_calculator() -> None:
     row = {"question": "How many clips?", "answer": ANSWER}
     assert to_messages(row)[0] == {"role": "user", "content": "How many clips?"}
-    assert reply(row)["content"] == [
-        {"type": "text", "text": "Natalia sold 48/2 = "},
-        {"type": "tool", "text": "48/2"},
-        {"type": "output", "text": "24"},
-        {"type": "text", "text": "24 clips in May.\nShe sold 48+24 = "},
-        {"type": "tool", "text": "48+24"},
-        {"type": "output", "text": "72"},
-        {"type": "text", "text": "72 clips.\n#### 72"},
-    ]
+    first = [("text", "Natalia sold 48/2 = "), ("tool", "48/2"), ("output", "24")]
+    then = [("text", "24 clips in May.\nShe sold 48+24 = "), ("tool", "48+24"), ("output", "72")]
+    expected = [*first, *then, ("text", "72 clips.\n#### 72")]
+    assert reply(row)["content"] == [{"type": kind, "text": text} for kind, text in expected]
 
 
 @pytest.mark.parametrize(
@@ -125,24 +119,21 @@ def test_calls_and_outputs_are_read_too(rows: TaskRows) -> None:
 
 
 def test_files_of_the_shapes_of_tasks(tmp_path: Path) -> None:
-    def write(name: str, *records: dict) -> None:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        opened = gzip.open if name.endswith(".gz") else open
-        with opened(tmp_path / name, "wt", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
-
     def text(topic: str) -> str:
         return f"This is a long enough question about {topic}, is it not?"
 
-    write("gsm8k/test.jsonl.gz", {"question": text("eggs"), "answer": "#### 1"})
-    write("gsm8k/train.jsonl.gz", {"question": text("training"), "answer": "#### 1"})
-    write("HumanEval.jsonl", {"task_id": "HumanEval/0", "prompt": text("code"), "test": "…"})
-    write("core/arc.jsonl", {"query": f"Question: {text('plants')}", "choices": ["a", "b"], "gold": 0})
-    write("mmlu.jsonl", {"question": "Which is wet?", "choices": ["the sea", "the sand at noon"], "answer": 0})
-    write("arc.jsonl", {"question": "Which is hot?", "choices": {"text": ["the sun", "ice"], "label": ["A", "B"]}})
-    write("core/lambada.jsonl", {"context": text("rain"), "continuation": "wet"})
-    write("core/winograd.jsonl", {"context_options": [text("cups"), text("jugs")], "continuation": "x", "gold": 0})
-    write("talk.jsonl", {"messages": asked(text("talking")) + asked("Thank you!")})
+    for name, row in {
+        "gsm8k/test.jsonl.gz": {"question": text("eggs"), "answer": "#### 1"},
+        "gsm8k/train.jsonl.gz": {"question": text("training"), "answer": "#### 1"},
+        "HumanEval.jsonl": {"task_id": "HumanEval/0", "prompt": text("code"), "test": "…"},
+        "core/arc.jsonl": {"query": f"Question: {text('plants')}", "choices": ["a", "b"], "gold": 0},
+        "mmlu.jsonl": {"question": "Which is wet?", "choices": ["the sea", "the sand at noon"], "answer": 0},
+        "arc.jsonl": {"question": "Which is hot?", "choices": {"text": ["the sun", "ice"], "label": ["A", "B"]}},
+        "core/lambada.jsonl": {"context": text("rain"), "continuation": "wet"},
+        "core/winograd.jsonl": {"context_options": [text("cups"), text("jugs")], "continuation": "x", "gold": 0},
+        "talk.jsonl": {"messages": asked(text("talking")) + asked("Thank you!")},
+    }.items():
+        write_rows(tmp_path / name, [row])
     rows = TaskRows()
     rows.read(tmp_path, "--sft.tests")
     for topic in ("eggs", "code", "plants", "rain", "cups", "jugs", "talking"):
@@ -155,7 +146,7 @@ def test_files_of_the_shapes_of_tasks(tmp_path: Path) -> None:
     assert rows.find(asked("Which is hot?")) is None
     assert rows.find(asked("Thank you!")) is None
     assert rows.find(asked(text("training"))) is None and rows.find(asked("Fine.")) is None
-    write("wrong.jsonl", {"text": "?"})
+    write_rows(tmp_path / "wrong.jsonl", [{"text": "?"}])
     with pytest.raises(ValueError, match=r"wrong.jsonl, line 1: no test row: it has none of question, query, prompt"):
         rows.read(tmp_path, "--sft.tests")
 

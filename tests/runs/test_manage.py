@@ -1,7 +1,6 @@
 """`quern runs` as its user calls it: the table, one run, another name, removal, and what differs between runs. The lock
 of a run leaves no empty folder, and its removal lets no second process in."""
 
-import json
 import os
 import re
 import shutil
@@ -9,13 +8,15 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from quern.cli.main import main
 from quern.runs import manage
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import RunInUseError, run_lock
+from tests.support.command import Told
+from tests.support.rows import write_rows
 
 
 def write_run(out: Path, name: str, bits: float, age: float = 0.0, **recipe: object) -> RunDir:
@@ -24,8 +25,7 @@ def write_run(out: Path, name: str, bits: float, age: float = 0.0, **recipe: obj
     step.mkdir(parents=True)
     (step / "weights").write_bytes(b"\0" * 5000)
     lines = [{"step": 10, "val_bpb": 9.0}, {"step": 20, "val_bpb": bits}, {"step": 20, "loss": 1.0}]
-    metrics = run_dir.stage("pretrain") / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    write_rows(run_dir.stage("pretrain") / "metrics.jsonl", lines)
     run_dir.write("run.json", {"data": {"source": "books"}, "model": {"parameters": {"total": 9_400_000}}})
     run_dir.write("pretrain/recipe.json", {"depth": 4, "optim": {"eps": 1.0}} | recipe)
     run_dir.write("pretrain/origin.json", {"tokenizer": "t"})
@@ -40,85 +40,77 @@ def mine(tmp_path: Path) -> RunDir:
     return write_run(tmp_path, "mine", 2.5)
 
 
-def told(capsys: pytest.CaptureFixture[str], out: Path, *words: str, code: int = 0) -> str:
-    assert main(["runs", *words, "--out", str(out)]) == code
-    said = capsys.readouterr()
-    return said.err if code else said.out
+@pytest.fixture
+def runs(told: Told, mine: RunDir) -> Told:
+    return lambda *words, code=0: told("runs", *words, "--out", mine.out, code=code)
 
 
-def test_the_table_has_a_line_of_facts_for_each_run(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_line_of_facts_for_each_run(mine: RunDir, runs: Told) -> None:
     (mine.out / "runs" / "notes.txt").write_text("no run", encoding="utf-8")
     (mine.folder / "run.json").write_text("damaged", encoding="utf-8")
     with run_lock(mine, "quern pretrain"):
-        folder, head, *rows = told(capsys, mine.out).splitlines()
+        folder, head, *rows = runs().splitlines()
     assert folder == str(mine.out / "runs")
     assert head.split() == "name stages weights size text bits/byte age".split()
     cells = sorted(re.split(" {2,}", row.strip()) for row in rows)
     assert cells[0][:3] + cells[0][4:] == ["mine", "pretrain", "–", "–", "2.500", "1 s", "running"]
     assert cells[1][:3] + cells[1][4:] == ["older", "pretrain", "9.4 M", "books", "3.250", "2 hours"]
     assert all(re.fullmatch(r"5\.\d kB", row[3]) for row in cells)
-    assert "running" not in told(capsys, mine.out)
+    assert "running" not in runs()
 
 
-def test_a_run_that_has_just_begun_has_a_line_too(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_just_begun_has_a_line_too(mine: RunDir, runs: Told) -> None:
     RunDir(mine.out, "empty").folder.mkdir()
-    with (mine.stage("pretrain") / "metrics.jsonl").open("w", encoding="utf-8") as file:
-        file.write('{"step": 1, "loss": 2.0}\n')
-    lines = {line.split()[0]: line for line in told(capsys, mine.out).splitlines()}
+    metrics = write_rows(mine.stage("pretrain") / "metrics.jsonl", [{"step": 1, "loss": 2.0}])
+    lines = {line.split()[0]: line for line in runs().splitlines()}
     assert re.search(r" books  +–  +1 s$", lines["mine"].rstrip())
     assert lines["empty"].split() == ["empty", "–", "–", "0", "B", "–", "–", "1", "s"]
-    with (mine.stage("pretrain") / "metrics.jsonl").open("a", encoding="utf-8") as file:
+    with metrics.open("a", encoding="utf-8") as file:
         file.write('{"step": 2, "val_bpb": \n{"step": 2, "val_bpb": 1.5}\n')  # the first of them is damaged
         file.write('{"step": 3, "val_bpb": 1.')  # a crash tore the last line
     assert manage.bits_per_byte(mine) == 1.5
 
 
-def test_one_run_is_shown_with_its_scores(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_is_shown_with_its_scores(mine: RunDir, runs: Told) -> None:
     mine.append("evaluate.jsonl", [{"stage": "pretrain", "task": "facts", "metric": "accuracy", "value": 0.5}])
     for words in (["mine"], ["show", "mine"]):
-        text = told(capsys, mine.out, *words)
+        text = runs(*words)
         score = "pretrain facts +accuracy 0.500"
         for line in (f"folder +{mine.folder}", "weights +9.4 M", "stages +pretrain", "in use by +nobody", score):
             assert re.search(rf"^  {line}", text, re.MULTILINE), line
 
 
-def test_a_run_gets_another_name_unless_it_is_in_use_or_the_name_is(
-    mine: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_gets_another_name_unless_it_is_in_use_or_the_name_is(mine: RunDir, runs: Told) -> None:
     with run_lock(mine, "quern sft"):
-        assert "run 'mine' is in use by process" in told(capsys, mine.out, "rename", "mine", "new", code=1)
-    assert "there is a run 'older' already" in told(capsys, mine.out, "rename", "mine", "older", code=1)
-    assert "run 'mine' is now 'new'" in told(capsys, mine.out, "rename", "mine", "new")
+        assert "run 'mine' is in use by process" in runs("rename", "mine", "new", code=1)
+    assert "there is a run 'older' already" in runs("rename", "mine", "older", code=1)
+    assert "run 'mine' is now 'new'" in runs("rename", "mine", "new")
     assert not mine.folder.exists() and manage.bits_per_byte(RunDir(mine.out, "new")) == 2.5
 
 
 def test_a_run_is_removed_after_a_question_and_never_while_it_is_in_use(
-    mine: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mine: RunDir, runs: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run_lock(mine, "quern sft"):
-        said = told(capsys, mine.out, "remove", "older", "mine", "--yes", code=1)
+        said = runs("remove", "older", "mine", "--yes", code=1)
         assert "is in use by process" in said and said.endswith("or stop it\n"), "it has no --run"
     assert RunDir(mine.out, "older").folder.exists()
-    refused = told(capsys, mine.out, "remove", "mine", code=1)
+    refused = runs("remove", "mine", code=1)
     assert "no terminal to ask whether to remove run 'mine' (5." in refused and "--yes" in refused
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda prompt: "")
-    assert told(capsys, mine.out, "remove", "mine") == "" and mine.folder.exists()
+    assert runs("remove", "mine") == "" and mine.folder.exists()
     monkeypatch.setattr("builtins.input", lambda prompt: "y")
-    assert told(capsys, mine.out, "remove", "mine").startswith("removed run 'mine' (5.")
+    assert runs("remove", "mine").startswith("removed run 'mine' (5.")
     assert [path.name for path in (mine.out / "runs").iterdir()] == ["older"]
     disk, linked = mine.out / "disk", RunDir(mine.out, "older").folder
     disk.mkdir()
     linked.rename(disk / "older")
     linked.symlink_to(disk / "older")
-    monkeypatch.setattr("builtins.input", end_of_input)
-    assert told(capsys, mine.out, "remove", "older") == "" and linked.exists()
-    told(capsys, mine.out, "remove", "older", "--yes")
+    monkeypatch.setattr("builtins.input", Mock(side_effect=EOFError))  # Ctrl-D
+    assert runs("remove", "older") == "" and linked.exists()
+    runs("remove", "older", "--yes")
     assert [*(mine.out / "runs").iterdir(), *disk.iterdir()] == []
-
-
-def end_of_input(prompt: str) -> str:
-    raise EOFError  # Ctrl-D
 
 
 def test_a_run_is_measured_while_its_checkpoints_are_replaced(mine: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,22 +126,22 @@ def test_a_run_is_measured_while_its_checkpoints_are_replaced(mine: RunDir, monk
     assert not step.exists()
 
 
-def test_compared_runs_show_what_differs(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, mine.out, "compare", "mine", "older").splitlines()
+def test_compared_runs_show_what_differs(mine: RunDir, runs: Told) -> None:
+    lines = runs("compare", "mine", "older").splitlines()
     assert [line.split() for line in lines if line.strip().startswith("depth")] == [["depth", "4", "6"]]
     assert not any("optim.eps" in line for line in lines)
     assert lines[-1].startswith("answers: run 'mine' has no answers yet: `quern evaluate --tasks TASK --run mine")
     for stage, makes in (("pretrain", "evaluate --tasks TASK --stage pretrain"), ("rl", "rl")):
-        last = told(capsys, mine.out, "compare", f"mine/{stage}", "older").splitlines()[-1]
+        last = runs("compare", f"mine/{stage}", "older").splitlines()[-1]
         assert f"yet: `quern {makes} --run mine" in last
     for run, share in ((mine, 0.2), (RunDir(mine.out, "older"), 0.1)):
         run.write("sft/recipe.json", {"depth": 4, "sft": {"lr_share": share}})
         run.write("sft/origin.json", {"tokenizer": "t"})
-    named = [line.split() for line in told(capsys, mine.out, "compare", "mine/sft", "older/sft").splitlines()]
+    named = [line.split() for line in runs("compare", "mine/sft", "older/sft").splitlines()]
     assert ["sft.lr_share", "0.2", "0.1"] in named and ["depth", "4", "6"] not in named
     shutil.rmtree(mine.stage("sft"))
     mine.stage("pretrain").rename(mine.stage("sft"))  # of another run's model
-    assert told(capsys, mine.out, "compare", "mine", "older").splitlines()[4:] == lines[4:]
+    assert runs("compare", "mine", "older").splitlines()[4:] == lines[4:]
 
 
 @pytest.mark.parametrize(
@@ -161,10 +153,8 @@ def test_compared_runs_show_what_differs(mine: RunDir, capsys: pytest.CaptureFix
         ("his", "there is no run 'his' under .*: name one of (mine, older|older, mine)$"),
     ],
 )
-def test_words_that_lack_a_run_are_refused(
-    words: str, expected: str, mine: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert re.search(expected, told(capsys, mine.out, *words.split(), code=1).strip())
+def test_words_that_lack_a_run_are_refused(words: str, expected: str, mine: RunDir, runs: Told) -> None:
+    assert re.search(expected, runs(*words.split(), code=1).strip())
 
 
 def test_looking_at_a_lock_does_not_stop_who_takes_it(mine: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     with hub_server() as hub:
         files = ("data/train-0.parquet", "data/train-1.parquet", "data/validation-0.parquet", "data/test-0.parquet")
         hub.sets = {"mill/words": {file: words(file) for file in files}}
-        monkeypatch.setenv("no_proxy", "*")
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN", "")
-        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+        settings = {"no_proxy": "*", "HF_ENDPOINT": hub.url, "HF_TOKEN": "", "HF_TOKEN_PATH": str(tmp_path / "none")}
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
         yield hub
 
 
@@ -103,12 +102,6 @@ def test_revisions_configs_and_splits(hub: Hub, tmp_path: Path) -> None:
     assert found is not None and [path.name for path in found.train] == ["test-0.parquet"]
     talks = fetch_conversations(ConversationSource("hf:mill/words:exam", split="test"), tmp_path)
     assert [path.name for path in talks["train"]] == ["test-0.parquet"] and talks["val"] == ()
-
-
-def test_a_size_without_digest_is_enough(hub: Hub, tmp_path: Path) -> None:
-    hub.digests = False
-    found = public_data(recipe_for("hf:mill/words", shards=2), tmp_path)
-    assert found is not None and all(path.exists() for path in found.train)
 
 
 def test_the_command_line_reads_the_column_of_the_set_and_writes_nothing_into_the_home_folder(

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from quern.flags.recipe_flags import Arguments, field_names
-from quern.machine import detect
 from quern.recipe import FOR_FINE_TUNING, ConversationSource, Recipe, RlRecipe, SftRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
@@ -27,6 +26,7 @@ from quern.text.sources import data_paths
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.manifest import CheckpointError
+from tests.support.models import CPU
 
 
 @pytest.fixture
@@ -40,12 +40,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def open_it(run_dir: RunDir) -> None:
-    load(run_dir, detect("cpu", "fp32", compile=False), lambda line: None)
-
-
-def fine_tune(run_dir: RunDir) -> None:
-    machine = detect("cpu", "fp32", compile=False)
-    sft.run(RECIPE, Session(stage="sft", machine=machine, run_dir=run_dir))
+    load(run_dir, CPU, lambda line: None)
 
 
 def save(run_dir: RunDir, recipe: dict) -> Path:
@@ -92,7 +87,9 @@ def test_a_damaged_recipe_is_named(run_dir: RunDir) -> None:
             read_origin(stage)
 
 
-@pytest.mark.parametrize("use", [open_it, fine_tune])
+@pytest.mark.parametrize(
+    "use", [open_it, lambda run_dir: sft.run(RECIPE, Session(stage="sft", machine=CPU, run_dir=run_dir))]
+)
 def test_a_checkpoint_that_cannot_be_used_is_named(run_dir: RunDir, use: Callable[[RunDir], None]) -> None:
     body, folder = resolve(replace(RECIPE, name="own")).to_json(), run_dir.checkpoints("pretrain")
     saved = save(run_dir, body | {"make_model": "mine:Model"})
@@ -151,14 +148,6 @@ MAY_CHANGE |= {"rl.steps", "rl.lr_share", "rl.warmdown_share"}
 BY_CONTENT = ("data", "val", "shards", "conversations", "text.tokenizer", "sft.tests", "rl.rewards", "rl.data")
 
 
-def with_other(name: str) -> Recipe:
-    part, _, field = name.rpartition(".")
-    body: Any = getattr(HERE, part) if part else HERE
-    value = getattr(body, field)
-    other = replace(body, **{field: f"{value}?" if isinstance(value, str | tuple) or value is None else value + 1})
-    return replace(HERE, **{part: other}) if part else other
-
-
 def changes(other: Recipe, besides: Sequence[str] = (), stage: str = "pretrain") -> list[str]:
     began = Origin("t", recipe=json.loads(json.dumps(HERE.to_json())))
     return compare(began, Origin("t", recipe=other.to_json()), RunDir(Path("out"), "r"), stage, besides)
@@ -168,7 +157,11 @@ def changes(other: Recipe, besides: Sequence[str] = (), stage: str = "pretrain")
 def test_each_field_is_refused_or_may_change(name: str) -> None:
     """The names of text and conversations are not compared: their content is (test_run_ownership.py)."""
     assert changes(HERE) == []
-    other = with_other(name)
+    part, _, field = name.rpartition(".")
+    body: Any = getattr(HERE, part) if part else HERE
+    value = getattr(body, field)
+    other = replace(body, **{field: f"{value}?" if isinstance(value, str | tuple) or value is None else value + 1})
+    other = replace(HERE, **{part: other}) if part else other
     if name in BY_CONTENT:
         assert changes(other) == []
     elif name in MAY_CHANGE or name.startswith("optim."):

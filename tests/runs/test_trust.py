@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from quern.cli import main
 from quern.field_types import CONSTRUCTORS
 from quern.flags.recipe_file import read_recipe_file
 from quern.recipe import Recipe, RlRecipe
@@ -16,6 +15,7 @@ from quern.recipes import load_recipe, recipe_names
 from quern.runs.origin import Origin, source_digest
 from quern.runs.run_dir import RunDir, require_trusted, trust
 from quern.text.tokenizer import Tokenizer
+from tests.support.command import Told
 from tests.support.exported import toy_recipe, write_run
 
 SOURCE = """
@@ -32,18 +32,15 @@ class Own(Llama):
 RECIPE = replace(BASE, name="own", make_model=Own)
 """
 PLAIN = "--device cpu --dtype fp32 --threads 1 --no-compile".split()
+CHAT = ["-p", "Hi", "--max-tokens", "2", *PLAIN]
 VERBS = {
-    "chat": ["-p", "Hi", "--max-tokens", "2", *PLAIN],
-    "complete": ["-p", "Hi", "--max-tokens", "2", *PLAIN],
+    **dict.fromkeys(("chat", "complete"), CHAT),
     "serve": ["--port", "0", *PLAIN],
     "evaluate": ["--questions", "1", *PLAIN],
     "export --to hf": ["--dir", "exported"],
     "export --to gguf": ["--dir", "exported.gguf"],
-    "pretrain --resume": PLAIN,
-    "pretrain --from first": ["--run", "next", *PLAIN],
-    "run": PLAIN,
-    "sft": PLAIN,
-    "sft --from first": ["--run", "next", *PLAIN],
+    **dict.fromkeys(("pretrain --resume", "run", "sft"), PLAIN),
+    **dict.fromkeys(("pretrain --from first", "sft --from first"), ["--run", "next", *PLAIN]),
 }
 
 
@@ -75,59 +72,50 @@ def theirs(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_verb_executes_the_code_of_a_run_from_elsewhere(
-    theirs: tuple[Path, Path], verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    theirs: tuple[Path, Path], verb: str, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, ran = theirs
     monkeypatch.chdir(out)
-    assert main.main([*verb.split(), *VERBS[verb], "--out", str(out)]) == 1
-    said = capsys.readouterr().err
+    said = told(*verb.split(), *VERBS[verb], "--out", out, code=1)
     assert "recipe_source.py is Python code that was not run under" in said and "--trust-code" in said, said
     assert not ran.exists()
 
 
-def test_a_run_whose_code_is_allowed_once_goes_on(
-    theirs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_code_is_allowed_once_goes_on(theirs: tuple[Path, Path], told: Told) -> None:
     out, ran = theirs
-    chat = ["chat", *VERBS["chat"], "--out", str(out)]
-    assert main.main([*chat, "--trust-code"]) == 0 and ran.exists()
-    assert main.main(chat) == 0
-    capsys.readouterr()
+    chat = ["chat", *CHAT, "--out", out]
+    told(*chat, "--trust-code")
+    assert ran.exists()
+    told(*chat)
     kept = out / "runs/first/pretrain/recipe_source.py"
     kept.write_text(kept.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
-    told = f"was changed after training: put back the file that the run was trained with as {kept}"
-    assert main.main(chat) == 1 and told in capsys.readouterr().err
+    put_back = f"was changed after training: put back the file that the run was trained with as {kept}"
+    assert put_back in told(*chat, code=1)
 
 
-def test_a_file_that_no_callable_needs_is_not_carried_on_unread(
-    theirs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_no_callable_needs_is_not_carried_on_unread(theirs: tuple[Path, Path], told: Told) -> None:
     """Preparation in a child process executes the recipe's file also where the recipe names quern's own functions."""
     out, ran = theirs
     stage = out / "runs/first/pretrain"
     (stage / "recipe.json").write_text(json.dumps(toy_recipe("llama").to_json()), encoding="utf-8")
-    assert main.main(["pretrain", "--resume", *PLAIN, "--out", str(out)]) == 1
-    assert "--trust-code" in capsys.readouterr().err and not ran.exists()
+    assert "--trust-code" in told("pretrain", "--resume", *PLAIN, "--out", out, code=1) and not ran.exists()
 
 
-def test_bytecode_beside_the_file_is_not_executed(theirs: tuple[Path, Path]) -> None:
+def test_bytecode_beside_the_file_is_not_executed(theirs: tuple[Path, Path], told: Told) -> None:
     out, ran = theirs
     kept, other = out / "runs/first/pretrain/recipe_source.py", out / "other.py"
-    other.write_text(
-        f"open({str(out / 'stolen')!r}, 'w').close()\n" + kept.read_text(encoding="utf-8"), encoding="utf-8"
-    )
+    steal = f"open({str(out / 'stolen')!r}, 'w').close()\n"
+    other.write_text(steal + kept.read_text(encoding="utf-8"), encoding="utf-8")
     cached = kept.parent / "__pycache__" / Path(py_compile.compile(str(other)) or "").name.replace("other", kept.stem)
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
     py_compile.compile(str(other), str(cached), invalidation_mode=mode)
     trust(out, source_digest(kept.read_text(encoding="utf-8")))
-    assert main.main(["chat", *VERBS["chat"], "--out", str(out)]) == 0
+    told("chat", *CHAT, "--out", out)
     assert ran.exists() and not (out / "stolen").exists()
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_rewards_that_a_saved_recipe_names_are_code_too(
-    tmp_path: Path, resumed: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rewards_that_a_saved_recipe_names_are_code_too(tmp_path: Path, resumed: bool, told: Told) -> None:
     """The recipe of the fine-tuned model, or that of the stage itself."""
     ran, evil, out = tmp_path / "ran", tmp_path / "rewards.py", tmp_path / "out"
     evil.write_text(f"open({str(ran)!r}, 'w').close()\n", encoding="utf-8")
@@ -137,11 +125,9 @@ def test_rewards_that_a_saved_recipe_names_are_code_too(
     stage = stage.rename(stage.with_name("sft"))
     if resumed:
         shutil.copytree(stage, stage.with_name("rl"))
-    rl = ["rl", *["--resume"] * resumed, *PLAIN, "--out", str(out)]
-    assert main.main(rl) == 1 and "rewards.py is Python code that was not run" in capsys.readouterr().err
-    assert not ran.exists()
-    assert main.main([*rl, "--trust-code"]) == 1  # the file ends in no ENVIRONMENT
-    assert "does not end in ENVIRONMENT" in capsys.readouterr().err and ran.exists()
+    rl = ["rl", *["--resume"] * resumed, *PLAIN, "--out", out]
+    assert "rewards.py is Python code that was not run" in told(*rl, code=1) and not ran.exists()
+    assert "does not end in ENVIRONMENT" in told(*rl, "--trust-code", code=1) and ran.exists()
 
 
 def test_a_saved_recipe_names_only_what_recipes_are_made_of(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from quern.cli import main
 from quern.eval.chat import TASKS, read_items
 from quern.mixture.prepare import prepare_mixture
 from quern.recipe import Resolved, TextRecipe
@@ -29,7 +28,8 @@ from quern.stages.prepare_tokens import is_tokens
 from quern.stages.session import Session
 from quern.text import repositories
 from quern.text.repositories import DATASETS, DataSet
-from quern.text.tokenizer import Tokenizer
+from tests.stages.test_prepare_tokens import TOKENIZER
+from tests.support.command import Told
 from tests.support.exported import toy_recipe, write_run
 from tests.support.hub_server import Hub, hub_server, parquet
 from tests.support.memory_corpus import texts_of
@@ -38,7 +38,6 @@ from tests.support.toy_training import CPU
 
 pytestmark = pytest.mark.usefixtures("eager")
 
-TOKENIZER = Tokenizer.train(["the miller grinds the grain and the baker bakes the bread, day after day"] * 4, 280)
 OF_FINEWEB = {"id": "<urn:1>", "dump": "CC-MAIN-2024-10", "url": "http://a.example", "token_count": 9, "score": 3.1}
 PLAIN = "--no-compile --dtype fp32 --threads 1 --device cpu".split()
 FILES = 2
@@ -68,11 +67,6 @@ def rows(name: str, dataset: DataSet, file: str) -> list[dict[str, Any]]:
     return [{"text": text, **(OF_FINEWEB if name == "fineweb-edu-10b" else {})} for text in texts(file)]
 
 
-def vocabulary() -> bytes:
-    tokens = [*(bytes([byte]) for byte in TOKENIZER.single_bytes), *TOKENIZER.merges]
-    return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
-
-
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
     """A hub with the first files of every set."""
@@ -80,13 +74,12 @@ def hub() -> Iterator[Hub]:
         for name, dataset in DATASETS.items():
             held = hub.sets.setdefault(dataset.repository, {})
             for file in (*dataset.train[:FILES], *dataset.val):
-                made = (
-                    token_shard(TOKENIZER, texts(file))
-                    if dataset.kind == "tokens"
-                    else parquet(rows(name, dataset, file))
-                )
+                is_text = dataset.kind != "tokens"
+                made = parquet(rows(name, dataset, file)) if is_text else token_shard(TOKENIZER, texts(file))
                 held[dataset.path(file)] = made
-        hub.others = {"r50k_base.tiktoken": vocabulary()}
+        tokens = [*(bytes([byte]) for byte in TOKENIZER.single_bytes), *TOKENIZER.merges]
+        lines = (base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
+        hub.others = {"r50k_base.tiktoken": b"".join(lines)}
         yield hub
 
 
@@ -94,7 +87,8 @@ def hub() -> Iterator[Hub]:
 def served(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"no_proxy": "*", "HF_ENDPOINT": hub.url, "HF_TOKEN_PATH": str(tmp_path / "none")}.items():
         monkeypatch.setenv(name, value)
-    own = (f"{hub.url}/r50k_base.tiktoken", hashlib.sha256(vocabulary()).hexdigest())
+    (name, vocabulary), *_ = hub.others.items()
+    own = (f"{hub.url}/{name}", hashlib.sha256(vocabulary).hexdigest())
     made = {name: replace(dataset, tokenizer=dataset.tokenizer and own) for name, dataset in DATASETS.items()}
     monkeypatch.setattr(repositories, "DATASETS", MappingProxyType(made))
 
@@ -140,20 +134,17 @@ def test_a_set_to_fine_tune_on_is_prepared(served: None, tmp_path: Path, name: s
     assert [text.partition("<|user_end|>")[0] for text in asked] == texts(dataset.val[0])
 
 
-def test_the_files_of_chat_tasks_are_downloaded_by_name(
-    served: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_files_of_chat_tasks_are_downloaded_by_name(served: None, tmp_path: Path, told: Told) -> None:
     write_run(tmp_path, replace(toy_recipe("llama", context=128), data=str(tmp_path / "text.txt")))
     (tmp_path / "text.txt").write_text("The grain and the bread.\n" * 400, encoding="utf-8")
     names = of_kind("questions", "tests")
     assert sorted(names) == sorted(task.name for task in TASKS if task.read)
-    flags = ["--out", str(tmp_path), *PLAIN, "--stage", "pretrain", "--limit", "3", "--tasks"]
+    flags = ["--out", tmp_path, *PLAIN, "--stage", "pretrain", "--limit", "3", "--tasks"]
     readable = [name for name in names if name != "humaneval"]  # its programs need a sandbox
     (tmp_path / "downloads/core/eval_data").mkdir(parents=True)
     (tmp_path / "downloads/core/eval_data/arc_easy.jsonl").write_text("{}\n", encoding="utf-8")  # CORE's own
-    assert main.main(["evaluate", *flags, *(f"chat/{name}" for name in readable)]) == 0
-    told = capsys.readouterr().out
-    assert all(f"  chat/{name} " in told for name in readable)
+    said = told("evaluate", *flags, *(f"chat/{name}" for name in readable))
+    assert all(f"  chat/{name} " in said for name in readable)
     file = fetch_tests(["humaneval"], tmp_path) / "humaneval/val" / DATASETS["humaneval"].val[0]
     assert [item.answer for item in read_items(file, "humaneval")] == [f"    return {n}\n" for n in range(40)]
     assert not list(tmp_path.glob("downloads/*/train"))
@@ -174,20 +165,14 @@ def test_by_default_as_many_files_are_fetched_as_the_run_needs(served: None, tmp
 def test_a_run_keeps_its_files_and_says_why_its_text_repeats(
     served: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = replace(
-        RECIPE,
-        depth=1,
-        data="tinystories",
-        text=TextRecipe(vocab_size=300, tokenizer_megabytes=0.05, val_megabytes=0.001),
-        model=replace(RECIPE.model, width=32, head_dim=16, context=64),
-        train=replace(RECIPE.train, steps=30, batch_tokens=128),
-    )
+    text = TextRecipe(vocab_size=300, tokenizer_megabytes=0.05, val_megabytes=0.001)
+    shape, train = replace(RECIPE.model, width=32, head_dim=16, context=64), replace(RECIPE.train, batch_tokens=128)
+    recipe = replace(RECIPE, depth=1, data="tinystories", text=text, model=shape, train=replace(train, steps=30))
     run_dir, said = RunDir(tmp_path / "out", "few"), list[str]()
     session = Session(stage="pretrain", machine=CPU, run_dir=run_dir, log=said.append)
     assert pretrain.run(recipe, session) == 0
-    assert any(
-        "the text repeats because 1 of the 4 training files of tinystories were fetched" in line for line in said
-    )
+    why = "the text repeats because 1 of the 4 training files of tinystories were fetched"
+    assert any(why in line for line in said)
     saved = read_saved(run_dir, "pretrain")
     assert saved is not None and saved.shards == 1
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing is asked for again, also not for a longer run

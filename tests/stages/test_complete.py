@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from quern.chat.commands import COMPLETING, HELP
-from quern.cli import main
 from quern.model.context import CausalContext
 from quern.stages.complete import read_prompt
 from quern.terminal import CONTROL
 from quern.train import checkpoint
+from tests.support.command import Told
+from tests.support.command import run as run_command
 from tests.support.exported import model_of, random_state, toy_recipe, write_run
 from tests.support.toy_engine import toy_tokenizer
 
@@ -47,20 +48,17 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def run(capsys: pytest.CaptureFixture[str], out: Path, *arguments: str, verb: str = "complete") -> str:
-    """Returns what the command prints on standard output."""
-    capsys.readouterr()
-    assert main.main([verb, "--out", str(out), *FLAGS, *arguments]) == 0
-    return capsys.readouterr().out
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Told:
+    def told(out: Path, *flags: str, verb: str = "complete", code: int = 0) -> str:
+        """What the command prints on standard output, which stays empty where it is refused: then the error."""
+        capsys.readouterr()
+        run_command(verb, "--out", out, *FLAGS, *flags, code=code)
+        printed = capsys.readouterr()
+        assert code == 0 or printed.out == ""
+        return printed.err if code else printed.out
 
-
-def refused(capsys: pytest.CaptureFixture[str], out: Path, *arguments: str) -> str:
-    """The error of the command; standard output stays empty."""
-    capsys.readouterr()
-    assert main.main(["complete", "--out", str(out), *FLAGS, *arguments]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    return printed.err
+    return told
 
 
 def piped(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
@@ -85,51 +83,45 @@ def greedy(model: Any, prompt: str, max_tokens: int) -> str:
 
 
 @pytest.mark.parametrize("prompt", ["", "Grüße aus Köln! 👋🏽", "a <|bos|> b"])
-def test_it_is_greedy_generation_without_a_cache(prompt: str, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = run(capsys, base, "--temperature", "0", "--max-tokens", "30", "-p", prompt)
+def test_it_is_greedy_generation_without_a_cache(prompt: str, base: Path, run: Told) -> None:
+    printed = run(base, "--temperature", "0", "--max-tokens", "30", "-p", prompt)
     expected = greedy(model_of(toy_recipe("llama", context=CONTEXT)), prompt, 30)
     assert printed == expected + "\n" and len(expected) > len(prompt)
 
 
-def test_the_base_model_continues_unless_the_stage_says_otherwise(
-    tuned: Path, base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(capsys, tuned, *GREEDY) == run(capsys, base, *GREEDY) != run(capsys, tuned, "--stage", "sft", *GREEDY)
-    assert run(capsys, tuned, "--complete", *GREEDY, verb="chat") == run(capsys, tuned, *GREEDY)
-    assert run(capsys, base, *GREEDY, verb="chat") == run(capsys, base, *GREEDY)
-    assert "no stage 'sft'" in refused(capsys, base, "--stage", "sft", *GREEDY)
+def test_the_base_model_continues_unless_the_stage_says_otherwise(tuned: Path, base: Path, run: Told) -> None:
+    assert run(tuned, *GREEDY) == run(base, *GREEDY) != run(tuned, "--stage", "sft", *GREEDY)
+    assert run(tuned, "--complete", *GREEDY, verb="chat") == run(tuned, *GREEDY)
+    assert run(base, *GREEDY, verb="chat") == run(base, *GREEDY)
+    assert "no stage 'sft'" in run(base, "--stage", "sft", *GREEDY, code=1)
 
 
-def test_stop_strings_end_it_before_them(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = run(capsys, base, *GREEDY).removeprefix(PROMPT)
+def test_stop_strings_end_it_before_them(base: Path, run: Told) -> None:
+    whole = run(base, *GREEDY).removeprefix(PROMPT)
     _, early, *_, late = re.findall(r"[^\ufffd\n-]{2}", whole)  # what can be typed and is not a flag
     assert 0 < whole.index(early) < whole.index(late)
-    printed = run(capsys, base, *GREEDY, "--stop", late, "--stop", early)
+    printed = run(base, *GREEDY, "--stop", late, "--stop", early)
     assert printed == PROMPT + whole[: whole.index(early)] + "\n"
-    assert "--stop is empty" in refused(capsys, base, *GREEDY, "--stop", "")
+    assert "--stop is empty" in run(base, *GREEDY, "--stop", "", code=1)
 
 
-def test_several_samples_are_printed_in_order_and_the_first_is_the_only_one_of_n_1(
-    base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_samples_are_printed_in_order_and_the_first_is_the_only_one_of_n_1(base: Path, run: Told) -> None:
     flags = ("--temperature", "1", "--max-tokens", "12", "--seed", "5", "-p", PROMPT)
-    one, three = run(capsys, base, *flags), run(capsys, base, *flags, "-n", "3")
+    one, three = run(base, *flags), run(base, *flags, "-n", "3")
     texts = three.split("---\n")
     assert len(set(texts)) == 3 and texts[0] == one
     assert all(text.startswith(PROMPT) and text.endswith("\n") for text in texts)
-    assert one == run(capsys, base, *flags) != run(capsys, base, *flags, "--seed", "6")
-    assert "--samples must be a whole number between 1" in refused(capsys, base, *flags, "-n", "0")
+    assert one == run(base, *flags) != run(base, *flags, "--seed", "6")
+    assert "--samples must be a whole number between 1" in run(base, *flags, "-n", "0", code=1)
 
 
 # Where the prompt comes from -----------------------------------------------------------------------------------
 
 
-def test_a_prompt_on_standard_input(
-    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = run(capsys, base, "--max-tokens", "6", "-p", PROMPT)
+def test_a_prompt_on_standard_input(base: Path, run: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(base, "--max-tokens", "6", "-p", PROMPT)
     piped(monkeypatch, b"The miller\n")
-    assert run(capsys, base, "--max-tokens", "6") == expected
+    assert run(base, "--max-tokens", "6") == expected
     for content, prompt in (
         (b"The miller", PROMPT),
         (b"\xef\xbb\xbfThe miller", PROMPT),
@@ -139,10 +131,10 @@ def test_a_prompt_on_standard_input(
         piped(monkeypatch, content)
         assert read_prompt("-", sys.stdin) == prompt
     piped(monkeypatch, b"a\xff")
-    assert "the prompt on standard input is not UTF-8" in refused(capsys, base)
+    assert "the prompt on standard input is not UTF-8" in run(base, code=1)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    assert 'there is no prompt: give one with -p "Once upon"' in refused(capsys, base)
-    error = refused(capsys, base, "-p", "x" * 500)
+    assert 'there is no prompt: give one with -p "Once upon"' in run(base, code=1)
+    error = run(base, "-p", "x" * 500, code=1)
     assert re.search(rf"the prompt has \d+ tokens and the model's context holds {CONTEXT}", error)
 
 
@@ -150,16 +142,15 @@ def test_a_prompt_on_standard_input(
 
 
 def test_a_chat_with_a_base_model_continues_texts_and_says_why(
-    base: Path, tuned: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    base: Path, tuned: Path, run: Told, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = run(capsys, base, "--temperature", "0", "--max-tokens", "20", "-p", PROMPT)
-    flags = ["--out", *("{}", *FLAGS), "--temperature", "0", "--max-tokens", "20"]
+    text = run(base, "--temperature", "0", "--max-tokens", "20", "-p", PROMPT)
+    flags = [*FLAGS, "--temperature", "0", "--max-tokens", "20"]
     for out, named, told in ((base, [], True), (tuned, ["--stage", "pretrain"], True), (tuned, ["--complete"], False)):
         piped(monkeypatch, b"The miller\n\n")
-        assert main.main(["chat", *(flag.format(out) for flag in flags), *named]) == 0
+        run_command("chat", "--out", out, *flags, *named)
         printed = capsys.readouterr()
         assert printed.out == text  # no prompt, no greeting
         assert ("never taught the chat format" in printed.err) == told
     piped(monkeypatch, b"/complete\n/chat\n")
-    assert main.main(["chat", *(flag.format(tuned) for flag in flags)]) == 0
-    assert capsys.readouterr().out == f"{COMPLETING}\n{HELP}\n"
+    assert run(tuned, verb="chat") == f"{COMPLETING}\n{HELP}\n"

@@ -13,18 +13,9 @@ from typing import Any, cast
 
 import pytest
 
-from quern.cli import lab, main
+from quern.cli import lab
 from quern.estimate import own_text
-from quern.estimate.own_text import (
-    PARAMETERS_PER_BYTE,
-    best_depth,
-    bits_per_byte,
-    expectation,
-    more,
-    most_readings,
-    parameters_of,
-    vocabulary,
-)
+from quern.estimate.own_text import best_depth, bits_per_byte, expectation, most_readings, parameters_of, vocabulary
 from quern.flags.recipe_flags import Arguments
 from quern.lab.options import CompareOptions
 from quern.recipes.gpt import RECIPE
@@ -32,6 +23,8 @@ from quern.resolve import resolve
 from quern.stages import pretrain as fitted
 from quern.stages.prepare import fit_vocabulary, hold_out, own_megabytes
 from quern.stages.session import past_its_best
+from tests.support.command import Told
+from tests.support.rows import write_rows
 
 
 def test_the_vocabulary_follows_from_the_text_unless_it_is_given(tmp_path: Path) -> None:
@@ -53,8 +46,8 @@ def test_the_law_is_the_published_one_and_repeated_text_counts_less() -> None:
     assert " = {E} + {A} / N^{N_EXPONENT} + {B} / D^{D_EXPONENT}, where".format(**vars(own_text)) in page
     twice = 1e6 + 1e6 * 2 * (1 - math.exp(-1 / 2))
     assert bits_per_byte(1e6, 1e6, 2e6) == pytest.approx(1.0 + 18.4 * 1e6**-0.34 + 54.2 * twice**-0.28)
-    assert bits_per_byte(1e9, 1e6, 1e6) == bits_per_byte(PARAMETERS_PER_BYTE * 1e6, 1e6, 1e6)
-    brought = dict(more(1e6, 1e6, 2e6, 2.0))
+    assert bits_per_byte(1e9, 1e6, 1e6) == bits_per_byte(own_text.PARAMETERS_PER_BYTE * 1e6, 1e6, 1e6)
+    brought = dict(own_text.more(1e6, 1e6, 2e6, 2.0))
     assert all(value <= 2.0 for value in brought.values()) and "ten times the time" not in brought  # learned by heart
     assert brought["ten times the text and the time"] < brought["twice the time"]
 
@@ -94,30 +87,26 @@ def test_more_time_and_more_text_make_a_deeper_model() -> None:
 
 
 def test_a_text_that_is_missing_or_too_short_is_refused_at_once_and_leaves_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tiny.txt").write_text("this is thirty three bytes of tx\n", encoding="utf-8")
     flags = f"--data {tmp_path}/tiny.txt --out {tmp_path}/out --no-compile --dtype fp32 --threads 1".split()
     monkeypatch.setattr("quern.machine.detect", None)  # refused before the compiler is tried, which takes seconds
-    monkeypatch.chdir(tmp_path)
     for verb in ("run", "pretrain"):
         for data, expected in (("none.txt", "there is no such file, folder or"), ("", "data is empty: name a")):
-            assert main.main([verb, "--data", data, *flags[2:]]) == 1
-            assert expected in capsys.readouterr().err
-        assert main.main([verb, *flags]) == 1
-        said = capsys.readouterr().err.splitlines()[-1]
+            assert expected in told(verb, "--data", data, *flags[2:], code=1)
+        said = told(verb, *flags, code=1).splitlines()[-1]
         assert said.startswith(f"quern {verb}: the text has 33 bytes: training needs 2,000 at least, about a page, and")
     assert not list((tmp_path / "out").rglob("*.json"))
 
 
 def test_after_a_text_from_standard_input_the_next_command_names_its_file_and_so_does_every_arm(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "".join(f"The miller has {number} sacks.\n" for number in range(400))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     flags = f"--data - --out {tmp_path} --text.vocab-size 300 --workers 1".split()
-    assert main.main(["prepare", *flags]) == 0
-    following = capsys.readouterr().out.splitlines()[-1]
+    following = told("prepare", *flags).splitlines()[-1]
     found = re.fullmatch(rf"next: `quern pretrain --data (\S+) {' '.join(flags[2:])}`", following)
     assert found and Path(found[1]).read_text(encoding="utf-8") == text
     for arm in ("gpt", "llama"):  # of a study: all of them read it
@@ -164,8 +153,8 @@ def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pyt
 
 def test_a_run_that_learned_its_text_by_heart_says_when_it_was_best(tmp_path: Path) -> None:
     def told(*losses: float) -> list[str]:
-        lines = [f'{{"step": {9 * number}, "val_loss": {loss}}}\n' for number, loss in enumerate(losses, 1)]
-        (tmp_path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+        lines = ({"step": 9 * number, "val_loss": loss} for number, loss in enumerate(losses, 1))
+        write_rows(tmp_path / "metrics.jsonl", lines)
         return past_its_best(tmp_path)
 
     (line,) = told(4.0, 3.0, 3.5)
@@ -190,21 +179,14 @@ def size(texts: list[str]) -> int:
     return len("".join(texts).encode())
 
 
-def every_twentieth(texts: list[str], most: float) -> list[str]:
-    """The rule for large corpora, spelled out."""
-    found: list[str] = []
-    for text in texts[10::20]:
-        if size(found) < most:
-            found.append(text)
-    return found
-
-
 @pytest.mark.parametrize(("count", "megabytes"), [(60, 0.01), (5000, 0.5)])
 def test_a_large_corpus_holds_out_every_twentieth_document(count: int, megabytes: float) -> None:
     rng = random.Random(count)
     texts = [f"{i} " + "wörd " * rng.randint(50, 400) for i in range(count)]
     train, val = split(texts, megabytes)
-    assert val == every_twentieth(texts, megabytes * 1e6) and set(train) == set(texts) - set(val)
+    every = texts[10::20]
+    assert val == [text for number, text in enumerate(every) if size(every[:number]) < megabytes * 1e6]
+    assert set(train) == set(texts) - set(val)
 
 
 def test_a_large_corpus_is_not_read_to_its_end() -> None:

@@ -6,8 +6,8 @@ import os
 import random
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.stages.prepare import Prepared, open_source, prepare
 from quern.stages.tokenizers import sampled, train_tokenizer
-from quern.temporaries import alone_in
 from quern.text.clean.steps import Cleaned, Step, benchmark_questions, exact_duplicates
 from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
 from tests.support.memory_corpus import texts_of
 from tests.support.rows import write_rows
+from tests.support.waiting import second
 
 
 def recipe_for(data: Path | str, **text: Any) -> Resolved:
@@ -76,12 +76,11 @@ def test_a_recipe_filters_its_documents_and_makes_another_text_by_its_constants_
     assert len({one.text for one in found}) == len({one.shards for one in found}) == 3
 
 
-def cleaned(texts: Iterator[str], split: str) -> Iterator[str]:
-    longer = Step("short documents", lambda text: len(text) > 60)
-    return Cleaned(texts, [longer, exact_duplicates()]) if split == "train" else texts
-
-
 def test_what_cleaning_removed_is_a_fact_of_the_run_also_when_nothing_is_made_again(tmp_path: Path) -> None:
+    def cleaned(texts: Iterator[str], split: str) -> Iterator[str]:
+        longer = Step("short documents", lambda text: len(text) > 60)
+        return Cleaned(texts, [longer, exact_duplicates()]) if split == "train" else texts
+
     texts = [text for text in documents(90) for _ in range(2)]
     recipe = replace(recipe_for(write_jsonl(tmp_path / "t.jsonl", texts)), make_documents=cleaned)
     train = [text for number, text in enumerate(texts) if number % 20 != 10]
@@ -121,15 +120,12 @@ def test_every_document_is_in_exactly_one_split(tmp_path: Path) -> None:
 
 def test_validation_of_its_own_takes_nothing_from_training(tmp_path: Path) -> None:
     texts = documents(60)
-    data = write_jsonl(tmp_path / "train.jsonl", texts[:50])
-    val = write_jsonl(tmp_path / "val.jsonl", texts[50:])
-    prepared, _ = made(replace(recipe_for(data), val=str(val)), tmp_path / "out")
-    assert texts_of(prepared.train, prepared.tokenizer) == texts[:50]
-    assert texts_of(prepared.val, prepared.tokenizer) == texts[50:]
+    data, val = (write_jsonl(tmp_path / f"{part}.jsonl", texts[part]) for part in (slice(50), slice(50, None)))
     half = sum(len(text.encode()) for text in texts[50:55]) / 1e6
-    prepared, _ = made(replace(recipe_for(data, val_megabytes=half), val=str(val)), tmp_path / "out")
-    assert texts_of(prepared.val, prepared.tokenizer) == texts[50:55]
-    assert texts_of(prepared.train, prepared.tokenizer) == texts[:50]
+    for recipe, last in ((recipe_for(data), 60), (recipe_for(data, val_megabytes=half), 55)):
+        prepared, _ = made(replace(recipe, val=str(val)), tmp_path / "out")
+        assert texts_of(prepared.train, prepared.tokenizer) == texts[:50]
+        assert texts_of(prepared.val, prepared.tokenizer) == texts[50:last]
 
 
 def files_under(folder: Path) -> dict[str, int]:
@@ -216,22 +212,10 @@ def test_of_two_processes_with_the_same_text_the_second_waits_and_finds_it_prepa
     data, out = write_jsonl(tmp_path / "t.jsonl", documents(60)), tmp_path / "out"
     first, _ = made(recipe_for(data), out)
     folder = out / str(first.origin.shards)
-    manifest = folder / "manifest.json"
-    whole, said = manifest.read_text(encoding="utf-8"), list[str]()
-    manifest.unlink()
-
-    def log(line: str) -> None:
-        said.append(line)
-        if "waiting" in line:  # the other one ends
-            manifest.write_text(whole, encoding="utf-8")
-            stack.close()
-
-    with ExitStack() as stack:
-        stack.enter_context(alone_in(folder, said.append))
-        second = prepare(recipe_for(data), out, log)
-    assert said[-1].startswith(f"waiting for process {os.getpid()} on ") and str(folder) in said[-1]
-    assert second.origin.tokens == first.origin.tokens
-    assert texts_of(second.val, second.tokenizer) == texts_of(first.val, first.tokenizer)
+    found, said = second(partial(prepare, recipe_for(data), out), folder / "manifest.json")
+    assert said.startswith(f"waiting for process {os.getpid()} on ") and str(folder) in said
+    assert found.origin.tokens == first.origin.tokens
+    assert texts_of(found.val, found.tokenizer) == texts_of(first.val, first.tokenizer)
 
 
 @pytest.mark.parametrize("mark", ["<|endoftext|>", "</s>"])
@@ -275,11 +259,8 @@ def test_a_folder_that_has_the_outputs_is_the_same_text_again(tmp_path: Path) ->
         assert again.origin == first.origin and "is up to date" in said and "metrics" not in said
 
 
-def test_the_names_of_all_files_and_of_the_output_folder_are_the_same_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_names_of_all_files_and_of_the_output_folder_are_the_same_text(here: Path) -> None:
     """A shell makes these names of --data *, with `out` at the second run: longer together than a file name may be."""
-    monkeypatch.chdir(tmp_path)
     names = [f"chapter {number:02d}.txt" for number in range(40)]
     for name, text in zip(names, documents(40), strict=True):
         Path(name).write_text(text, encoding="utf-8")

@@ -17,12 +17,11 @@ import torch
 from tiktoken_ext import openai_public
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from quern.cli.main import main
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.generate.engine import Engine
 from quern.mesh import alone
-from quern.recipe import Resolved, TextRecipe
+from quern.recipe import Recipe, Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
@@ -36,6 +35,8 @@ from quern.stages.prepare_tokens import is_tokens
 from quern.stages.session import Session
 from quern.text.hugging_face import tokenizer_json
 from quern.text.tokenizer import Tokenizer
+from tests.support.command import Told
+from tests.support.command import run as run_command
 from tests.support.memory_corpus import ids_of, texts_of
 from tests.support.rows import write_rows
 from tests.support.small_text import token_shard, write_tiktoken
@@ -129,36 +130,26 @@ def test_text_beside_a_bin_file_is_text_and_what_describes_tokens_is_not(tmp_pat
     assert is_tokens(str(folder), folder / "out") and not is_tokens(str(folder))
 
 
+def toy(folder: Path, tokenizer: str) -> Recipe:
+    data, text = str(write_bin(folder / "x.bin", texts(80))), TextRecipe(tokenizer=tokenizer)
+    shape = replace(GPT_RECIPE.model, width=32, head_dim=16, context=16)
+    train = replace(GPT_RECIPE.train, steps=2, batch_tokens=64)
+    return replace(GPT_RECIPE, depth=1, data=data, text=text, model=shape, train=train)
+
+
 def cropped(recipe: Resolved, corpus: Corpus) -> Loader:
     return Loader(corpus, recipe.model.context, 4, recipe.data_seed, "best-fit", too_long="crop")
 
 
 def test_a_packing_is_not_advised_where_the_recipe_makes_its_own_batches(tmp_path: Path, tokenizer: str) -> None:
-    recipe = replace(
-        GPT_RECIPE,
-        depth=1,
-        data=str(write_bin(tmp_path / "x.bin", texts(80))),
-        text=TextRecipe(tokenizer=tokenizer),
-        model=replace(GPT_RECIPE.model, width=32, head_dim=16, context=16),
-        train=replace(GPT_RECIPE.train, steps=1, batch_tokens=64),
-        make_batches=cropped,
-    )
     said: list[str] = []
-    run_dir = RunDir(tmp_path / "out", "cropped")
-    assert pretrain.run(recipe, Session(stage="pretrain", machine=CPU, run_dir=run_dir, log=said.append)) == 0
+    session = Session(stage="pretrain", machine=CPU, run_dir=RunDir(tmp_path / "out", "cropped"), log=said.append)
+    assert pretrain.run(replace(toy(tmp_path, tokenizer), make_batches=cropped), session) == 0
     assert any(line.endswith("% of the text is in no row") for line in said), said
 
 
 def test_gpt_fills_up_a_foreign_vocabulary_and_never_writes_what_fills_it(tmp_path: Path, tokenizer: str) -> None:
-    recipe = replace(
-        GPT_RECIPE,
-        depth=1,
-        data=str(write_bin(tmp_path / "x.bin", texts(80))),
-        text=TextRecipe(tokenizer=tokenizer),
-        model=replace(GPT_RECIPE.model, width=32, head_dim=16, context=64),
-        train=replace(GPT_RECIPE.train, steps=2, batch_tokens=64),
-    )
-    run_dir = RunDir(tmp_path / "out", "bin")
+    recipe, run_dir = toy(tmp_path, tokenizer), RunDir(tmp_path / "out", "bin")
     session = Session(stage="pretrain", machine=CPU, run_dir=run_dir, log=print)
     assert pretrain.run(recipe, session) == 0
     timed = replace(recipe, train=replace(recipe.train, steps=None, minutes=1.0))
@@ -200,26 +191,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_vocabulary_is_named_where_tiktoken_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_vocabulary_is_named_where_tiktoken_has_it(here: Path, told: Told) -> None:
     Path("t.txt").write_text("\n\n".join(texts(90)), encoding="utf-8")
     own = ["tokenizer", "--data", "t.txt", "--text.vocab-size", "300", "--text.val-megabytes", "0.001"]
-    assert main(own) == 0
-    assert re.search(r"  held-out text .*\n    as gpt2's tokens +\d\.\d\d bytes per token\n", capsys.readouterr().out)
+    assert re.search(r"  held-out text .*\n    as gpt2's tokens +\d\.\d\d bytes per token\n", told(*own))
     named = ["prepare", "--data", "t.txt", "--text.val-megabytes", "0.001", "--text.tokenizer", "gpt2"]
-    tokens = ["--to", "bin", "--dir", "tokens"]
-    assert main([*named, *tokens]) == 0
-    of_file = Tokenizer.from_tiktoken(tmp_path / "made.tiktoken")
-    assert Tokenizer.load(tmp_path / "tokens/tokenizer.json").fingerprint == of_file.fingerprint
-    recipe = replace(recipe_for(tmp_path / "tokens", None), make_documents=None)
-    assert prepare(recipe, tmp_path / "out", print).tokenizer.fingerprint == of_file.fingerprint  # that beside them
+    told(*named, "--to", "bin", "--dir", "tokens")
+    of_file = Tokenizer.from_tiktoken(here / "made.tiktoken")
+    assert Tokenizer.load(here / "tokens/tokenizer.json").fingerprint == of_file.fingerprint
+    recipe = replace(recipe_for(here / "tokens", None), make_documents=None)
+    assert prepare(recipe, here / "out", print).tokenizer.fingerprint == of_file.fingerprint  # that beside them
     Path("tokens/tokenizer.json").unlink()
-    assert prepare(recipe, tmp_path / "out", print).tokenizer.fingerprint == of_file.fingerprint  # GPT-2's ids
-    capsys.readouterr()
-    assert main([*named[:-1], "cl100k_base"]) == 1
-    assert "--text.tokenizer cl100k_base: the cache of tiktoken, " in (said := capsys.readouterr().err)
+    assert prepare(recipe, here / "out", print).tokenizer.fingerprint == of_file.fingerprint  # GPT-2's ids
+    said = told(*named[:-1], "cl100k_base", code=1)
+    assert "--text.tokenizer cl100k_base: the cache of tiktoken, " in said
     assert 'tiktoken.get_encoding("cl100k_base")' in said and said.count("\n") == 1
 
 
@@ -232,42 +217,38 @@ def test_the_vocabularies_are_tiktokens() -> None:
 
 @pytest.mark.parametrize("to", ["bin", "nanogpt"])
 def test_text_becomes_the_tokens_that_tiktoken_makes_and_is_read_back(
-    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, to: str, told: Told, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    gpt2 = tiktoken_file(tmp_path / "r50k_base.tiktoken")
+    gpt2 = tiktoken_file(here / "r50k_base.tiktoken")
     rows = [f"{text}; köln 世界 😀 don't 12345\n\n  {number}" for number, text in enumerate(texts(90))]
     splits = {"train": rows[:80], "val": rows[80:]}
     for split, some in splits.items():
-        write_rows(tmp_path / f"{split}.jsonl", ({"text": text} for text in some))
+        write_rows(here / f"{split}.jsonl", ({"text": text} for text in some))
     flags = ["prepare", "--data", "train.jsonl", "--val", "val.jsonl", "--text.tokenizer", "r50k_base.tiktoken"]
-    assert main([*flags, "--to", to, "--dir", "to kens"]) == 0
-    said = capsys.readouterr().out
+    flags += ["--to", to, "--dir", "to kens"]
+    said = told(*flags)
     assert "to read them: --data 'to kens' --text.tokenizer 'to kens/tokenizer.json'" in said
     assert "training the tok" not in said
-    assert main([*flags, "--to", to, "--dir", "to kens"]) == 1
+    run_command(*flags, code=1)
     said = capsys.readouterr()
     assert said.out == "" and ".bin is there already: name a new folder" in said.err, "before the text is read"
     for split, some in splits.items():
-        (path,) = (tmp_path / "to kens").glob(f"*{split}_0*.bin" if to == "bin" else f"{split}.bin")
+        (path,) = (here / "to kens").glob(f"*{split}_0*.bin" if to == "bin" else f"{split}.bin")
         ids = np.fromfile(path, dtype="<u2", offset=1024 if to == "bin" else 0).tolist()
         encoded = gpt2.encode_ordinary_batch(some)
         assert ids == [t for text in encoded for t in ((50_256, *text) if to == "bin" else (*text, 50_256))]
-    again = prepare(recipe_for(tmp_path / "to kens", "to kens/tokenizer.json"), tmp_path / "out", print)
+    again = prepare(recipe_for(here / "to kens", "to kens/tokenizer.json"), here / "out", print)
     for split, corpus in (("train", again.train), ("val", again.val)):
         assert texts_of(corpus, again.tokenizer) == splits[split]
 
 
-def test_ids_that_do_not_fit_are_refused_before_the_text_is_tokenized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_ids_that_do_not_fit_are_refused_before_the_text_is_tokenized(here: Path, told: Told) -> None:
     Path("t.txt").write_text("\n".join(texts(300)), encoding="utf-8")
     Tokenizer([bytes([a, b]) for a in range(256) for b in range(256)]).save(Path("large.json"))
     flags = ["--data", "t.txt", "--text.tokenizer", "large.json", "--to", "bin", "--dir", "to"]
-    assert main(["prepare", *flags]) == 1
-    assert "the text has id 65,792, and these files hold ids below 65,536" in capsys.readouterr().err
-    assert not list(tmp_path.rglob("*.bin"))
+    said = told("prepare", *flags, code=1)
+    assert "the text has id 65,792, and these files hold ids below 65,536" in said
+    assert not list(here.rglob("*.bin"))
 
 
 def test_a_tokenizer_json_of_hugging_face_prepares_text_and_need_not_be_there_afterwards(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quern.cli import main
 from quern.recipes.gpt import RECIPE
 from quern.records import read_events, read_metrics
 from quern.runs.run_dir import RunDir
@@ -15,16 +15,16 @@ from quern.stages import run_all
 from quern.stages.session import Session
 from quern.train import manifest
 from quern.train.horizon import recorded_plans
+from tests.support.command import Told
+from tests.support.command import run as run_command
+from tests.support.rows import write_rows
 from tests.support.toy_training import CPU
 
 PLAIN = "--no-compile --dtype fp32 --threads 1".split()
-PRETRAIN = (
-    """--depth 1 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
+PRETRAIN = f"""--depth 1 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
  --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 128 --train.batch-tokens 512
- --train.steps 8 --train.log-every 2 --train.save-every 4""".split()
-    + PLAIN
-)
-SFT = "--text.tinyworld-conversations 100 --sft.steps 6 --sft.batch-tokens 512".split() + PLAIN
+ --train.steps 8 --train.log-every 2 --train.save-every 4 {" ".join(PLAIN)}""".split()
+SFT = "--text.tinyworld-conversations 100 --sft.steps 6 --sft.batch-tokens 512".split()
 STAGES = ("pretrain", "sft")
 TOY = [*PRETRAIN, *SFT, "--questions", "2"]
 OWN = """
@@ -43,7 +43,7 @@ RECIPE = replace(BASE, name="own", make_model=Own)
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A toy run, whole."""
     folder = tmp_path_factory.mktemp("whole")
-    assert main.main(["run", *TOY, "--run", "toy", "--out", str(folder)]) == 0
+    run_command("run", *TOY, "--run", "toy", "--out", folder)
     return folder
 
 
@@ -72,24 +72,23 @@ def test_every_stage_left_its_records_and_the_report_stands_alone(out: Path) -> 
 
 def test_fine_tuning_after_a_text_of_ones_own_is_asked_for(tmp_path: Path) -> None:
     session = Session(stage="pretrain", machine=CPU, run_dir=RunDir(tmp_path / "out", "a"), named={"sft.steps", "sft"})
-    with pytest.raises(
-        ValueError, match=r"^--sft.steps asks for .*, and a text of your own gets it with --chat or --c"
-    ):
+    asks = r"^--sft.steps asks for .*, and a text of your own gets it with --chat or --c"
+    with pytest.raises(ValueError, match=asks):
         run_all.run(replace(RECIPE, data="a.txt"), session, questions=1)
     assert not list(tmp_path.iterdir())
 
 
-def test_run_again_goes_on_where_it_was_and_trains_nothing_twice(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_again_goes_on_where_it_was_and_trains_nothing_twice(out: Path, told: Told) -> None:
+    def left() -> list[Any]:
+        trained = [(read_metrics(run / stage), manifest.steps(run / stage / "checkpoints")) for stage in STAGES]
+        return [*trained, (run / "evaluate.jsonl").read_text(encoding="utf-8")]
+
     run = out / "runs" / "toy"
-    before = {stage: (read_metrics(run / stage), manifest.steps(run / stage / "checkpoints")) for stage in STAGES}
-    scores = (run / "evaluate.jsonl").read_text(encoding="utf-8")
-    assert main.main(["run", *TOY[:-2], "--run", "toy", "--out", str(out)]) == 0
-    said = capsys.readouterr().out
+    before = left()
+    said = told("run", *TOY[:-2], "--run", "toy", "--out", out)
     assert "pretraining: finished already, after 8 steps" in said and "fine-tuning: finished already" in said
     assert "evaluated already: `quern evaluate --run toy" in said and "resumed" not in said and "evaluating" not in said
-    assert (run / "evaluate.jsonl").read_text(encoding="utf-8") == scores and "quern │" in said
-    after = {stage: (read_metrics(run / stage), manifest.steps(run / stage / "checkpoints")) for stage in STAGES}
-    assert before == after
+    assert left() == before and "quern │" in said
 
 
 def test_a_base_model_that_trained_on_since_is_named(
@@ -110,26 +109,24 @@ def test_a_base_model_that_trained_on_since_is_named(
     ],
 )
 def test_what_fine_tuning_would_refuse_is_refused_before_pretraining(
-    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: int, flags: str, message: str
+    out: Path, tmp_path: Path, told: Told, words: int, flags: str, message: str
 ) -> None:
-    own = ["--conversations", str(tmp_path / "talks.jsonl")]
     rows = [{"instruction": f"{number} {'letter ' * words}", "output": "Yes."} for number in range(2)]
-    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    command = ["run", *PRETRAIN, *own, *flags.split(), "--run", "refused", "--out", str(out)]
-    assert main.main(command) == 1
-    assert message in capsys.readouterr().err and not (out / "runs/refused/pretrain/metrics.jsonl").exists()
+    own = ["--conversations", write_rows(tmp_path / "talks.jsonl", rows)]
+    command = ["run", *PRETRAIN, *own, *flags.split(), "--run", "refused", "--out", out]
+    assert message in told(*command, code=1) and not (out / "runs/refused/pretrain/metrics.jsonl").exists()
 
 
-def test_a_recipe_of_ones_own_is_trained_and_resumed(out: Path, tmp_path: Path) -> None:
+def test_a_recipe_of_ones_own_is_trained_and_resumed(out: Path, tmp_path: Path, told: Told) -> None:
     path = tmp_path / "own.py"
     path.write_text(OWN, encoding="utf-8")
-    where = ["--run", "own", "--out", str(out)]
-    assert main.main(["pretrain", str(path), *PRETRAIN, *where]) == 0
+    where = ["--run", "own", "--out", out]
+    told("pretrain", path, *PRETRAIN, *where)
     stage = out / "runs" / "own" / "pretrain"
     assert (stage / "recipe_source.py").read_text(encoding="utf-8") == OWN
     assert json.loads((stage / "recipe.json").read_text(encoding="utf-8"))["make_model"] == "own:Own"
-    assert main.main(["pretrain", str(path), *PRETRAIN, *where, "--resume"]) == 0
-    assert main.main(["pretrain", *where, *PLAIN, "--resume", "--train.steps", "9"]) == 0
+    told("pretrain", path, *PRETRAIN, *where, "--resume")
+    told("pretrain", *where, *PLAIN, "--resume", "--train.steps", "9")
     assert manifest.steps(stage / "checkpoints")[-1] == 9
 
 
@@ -141,8 +138,8 @@ ARGUMENTS = """pretrain --text.tinyworld-megabytes 0.05 --text.val-megabytes 0.0
  --train.save-every 7 --train.warmup-steps 0 --optim.lr-scale 0.01 --run timed""".split()
 
 
-def test_minutes_become_steps_and_what_died_before_its_first_checkpoint_keeps_them(tmp_path: Path) -> None:
-    assert main.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
+def test_minutes_become_steps_and_what_died_before_its_first_checkpoint_keeps_them(tmp_path: Path, told: Told) -> None:
+    told(*ARGUMENTS, "--out", tmp_path)
     folder = tmp_path / "runs" / "timed" / "pretrain"
     recipe = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
     train = recipe["train"]
@@ -156,47 +153,44 @@ def test_minutes_become_steps_and_what_died_before_its_first_checkpoint_keeps_th
     # A restart resumes with nothing saved yet: measured anew, the steps would be others, and refused.
     before = (folder / "recipe.json").read_text(encoding="utf-8")
     shutil.rmtree(folder / "checkpoints")
-    assert main.main([*ARGUMENTS, "--out", str(tmp_path), "--resume"]) == 0
+    told(*ARGUMENTS, "--out", tmp_path, "--resume")
     assert (folder / "recipe.json").read_text(encoding="utf-8") == before
 
 
-def test_a_restart_keeps_what_was_fitted_to_a_text_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_keeps_what_was_fitted_to_a_text_of_ones_own(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The agent of several ranks repeats the command as it was, whether or not a checkpoint was saved."""
     (tmp_path / "own.txt").write_text("".join(f"The {n}th miller grinds corn.\n\n" for n in range(3000)), "utf-8")
     shape = "--model.width 16 --model.head-dim 16 --model.context 32 --depth 1 --train.steps 2 --run own".split()
-    command = ["pretrain", "--data", str(tmp_path / "own.txt"), *shape, *PLAIN, "--out", str(tmp_path)]
-    assert main.main(command) == 0
+    command = ["pretrain", "--data", tmp_path / "own.txt", *shape, *PLAIN, "--out", tmp_path]
+    told(*command)
     folder = tmp_path / "runs" / "own" / "pretrain"
     before = (folder / "recipe.json").read_text(encoding="utf-8")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    for path in [None, folder / "checkpoints"]:
-        if path is not None:
-            shutil.rmtree(path)
-        assert main.main(command) == 0
+    for path in (folder / "none", folder / "checkpoints"):
+        shutil.rmtree(path, ignore_errors=path.name == "none")
+        told(*command)
         assert (folder / "recipe.json").read_text(encoding="utf-8") == before
 
 
-def test_minutes_may_change_while_the_run_has_some_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_minutes_may_change_while_the_run_has_some_left(tmp_path: Path, told: Told) -> None:
     many, plain = ["--train.batch-tokens", "256", "--train.keep", "99"], ["--no-compile", "--dtype", "fp32"]
-    assert main.main([*ARGUMENTS, *many, "--train.minutes", "0.005", "--out", str(tmp_path)]) == 0
+    told(*ARGUMENTS, *many, "--train.minutes", "0.005", "--out", tmp_path)
     folder = tmp_path / "runs" / "timed" / "pretrain"
     recipe = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
     assert recipe["train"]["batch_tokens"] == 256, "the batch that was asked for"
-    resume = ["pretrain", "--resume", "--run", "timed", "--out", str(tmp_path), *plain]
-    assert main.main([*resume, "--train.minutes", "0.015"]) == 1
-    assert (
-        "has spent its minutes and ended: train on from its model with `quern pretrain --from"
-        in capsys.readouterr().err
-    )
+    resume = ["pretrain", "--resume", "--run", "timed", "--out", tmp_path, *plain, "--train.minutes", "0.015"]
+    spent = "has spent its minutes and ended: train on from its model with `quern pretrain --from"
+    assert spent in told(*resume, code=1)
     saved = sorted((folder / "checkpoints").iterdir())
     for path in saved[len(saved) // 2 :]:
         shutil.rmtree(path)
-    assert main.main([*resume, "--train.minutes", "0.015"]) == 0, capsys.readouterr().err
-    said = capsys.readouterr().out
+    said = told(*resume)
     assert "train.minutes 0.005 → 0.015" in said and "time: about 1 s of steps" in said
     end = [line for line in read_metrics(folder) if "seconds" in line][-1]
     assert end["seconds"] > 0.6 and end["step"] == recorded_plans(folder)[-1][1]
     finish = read_events(folder)[-1]
     assert (finish["kind"], finish["step"]) == ("finish", end["step"])
-    assert main.main(["pretrain", "--from", "timed", "--run", "next", "--out", str(tmp_path), *plain]) == 0
+    told("pretrain", "--from", "timed", "--run", "next", "--out", tmp_path, *plain)
     assert read_metrics(folder.parents[1] / "next" / "pretrain")[-1]["step"] == end["step"], "as long as it was"

@@ -1,7 +1,6 @@
 """A run owns its tokenizer, text, conversations and recipe: what a resume uses, what it refuses, and that a refusal
 leaves every file of the run as it was."""
 
-import hashlib
 import json
 import os
 import re
@@ -10,14 +9,13 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quern.cli import main
 from quern.data.shards import Corpus
 from quern.estimate.own_text import READINGS
 from quern.records import read_events, read_lines, read_metrics
@@ -31,6 +29,8 @@ from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_STOPPED
+from tests.support import command
+from tests.support.folder import contents
 from tests.support.rows import write_rows
 
 PLAIN = "--no-compile --dtype fp32 --threads 1".split()
@@ -43,35 +43,22 @@ class Runs:
     """A folder with text, conversations and the runs `app`, pretrained and fine-tuned on them, and `other`, of another
     text and tokenizer."""
 
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str] | None = None) -> None:
-        self.folder, self.capsys = folder, capsys
+    def __init__(self, folder: Path, told: Callable[..., Any] = command.run) -> None:
+        self.folder, self.told = folder, told
         self.text, self.talks, self.other = (folder / name for name in ("text.jsonl", "talks.jsonl", "other.jsonl"))
 
-    def __call__(self, verb: str, *flags: str | Path, run: str = "app") -> int:
-        where = ["--run", run, "--out", str(self.folder / "out")]
-        return main.main([verb, *map(str, flags), *PLAIN, *where])
-
-    def done(self, verb: str, *flags: str | Path, run: str = "app") -> str:
+    def done(self, verb: str, *flags: str | Path, run: str = "app", **code: int) -> str:
         """Runs a command to its end, and returns what it said."""
-        assert self.capsys is not None
-        self.capsys.readouterr()
-        assert self(verb, *flags, run=run) == 0
-        return self.capsys.readouterr().out
+        return self.told(verb, *flags, *PLAIN, "--run", run, "--out", self.folder / "out", **code)
 
     def refused(self, says: Sequence[str], verb: str, *flags: str | Path, run: str = "app") -> None:
         """Runs a command that must say so, and change no file of any run."""
-        assert self.capsys is not None
-        before = self.files()
-        self.capsys.readouterr()
-        assert self(verb, *flags, run=run) == 1
-        said = self.capsys.readouterr().err
+        before, said = self.files(), self.done(verb, *flags, run=run, code=1)
         assert all(words in said for words in says), said
         assert self.files() == before
 
-    def files(self) -> dict[str, str]:
-        """The content of every file of the runs, by name, but for locks."""
-        found = (path for path in (self.folder / "out/runs").rglob("*") if path.is_file() and path.name != ".lock")
-        return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    def files(self) -> dict[str, bytes]:
+        return contents(self.folder / "out/runs")
 
     def stage(self, stage: str = "pretrain", run: str = "app") -> Path:
         return self.folder / "out/runs" / run / stage
@@ -101,19 +88,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_text(runs.other, seed=5)
     talks = sorted(corpus.conversations(0, 60, "train"), key=lambda talk: len(str(talk)))[:12]
     write_rows(runs.talks, ({"messages": talk} for talk in talks))
-    assert runs("pretrain", *SHAPE, "--data", runs.text) == 0
-    assert runs("sft", *SFT, "--conversations", runs.talks) == 0
-    assert runs("pretrain", *SHAPE, "--data", runs.other, run="other") == 0
+    runs.done("pretrain", *SHAPE, "--data", runs.text)
+    runs.done("sft", *SFT, "--conversations", runs.talks)
+    runs.done("pretrain", *SHAPE, "--data", runs.other, run="other")
     return runs.folder
 
 
 @pytest.fixture
-def runs(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
+def runs(made: Path, tmp_path: Path, told: command.Told) -> Runs:
     """A copy, to be changed. A saved recipe names the text by its full path: rewritten for the copy."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     for recipe in tmp_path.rglob("recipe.json"):
         recipe.write_text(recipe.read_text(encoding="utf-8").replace(str(made), str(tmp_path)), encoding="utf-8")
-    return Runs(tmp_path, capsys)
+    return Runs(tmp_path, told)
 
 
 def write_text(path: Path, seed: int) -> None:
@@ -131,12 +118,8 @@ def test_text_that_changed_is_refused_when_named_and_not_needed_when_not(runs: R
     began = runs.meta()["origin"]
     write_text(runs.text, seed=1)
     changed = "has changed since run 'app' began with it ("
-    says = [
-        began["text"][:16],
-        changed,
-        "quern pretrain --resume --run app",
-        f"--from app --run NAME --out {runs.folder}",
-    ]
+    again = ["quern pretrain --resume --run app", f"--from app --run NAME --out {runs.folder}"]
+    says = [began["text"][:16], changed, *again]
     for verb, flags in (("run", SHAPE), ("pretrain", ["--resume"]), ("run", ["--resume"])):
         runs.refused(says, verb, *flags, "--data", runs.text)
     runs.refused([changed], "pretrain", "--resume", "--val", runs.other)
@@ -291,7 +274,7 @@ def test_a_stage_that_failed_in_its_first_step_begins_again(runs: Runs) -> None:
     eagerly = "1.0 if get_ident() in _eager else 1 // 0"  # compiled, the loss would be so for each number of tokens
     for answer, code in (("1 // 0", 1), (eagerly, 0)):
         reward.write_text(REWARD.format(answer), encoding="utf-8")
-        assert runs("rl", *RL, "--rl.rewards", reward) == code
+        runs.done("rl", *RL, "--rl.rewards", reward, code=code)
         assert runs.steps("rl") == [0, 1][: 2 - code]
     runs.done("pretrain", "--from", "app", "--train.steps", "2", run="next")
     for step in runs.steps(run="next")[1:]:
@@ -367,11 +350,10 @@ def test_a_run_that_was_stopped_goes_on_by_the_command_it_names(runs: Runs) -> N
     threading.Thread(target=interrupt, daemon=True).start()
     talks = ["--text.tinyworld-conversations", "60", *SFT[:4], "--questions", "1", "--chat"]
     flags = [*SHAPE, "--data", runs.text, *talks, "--train.steps", "3000", "--train.log-every", "1"]
-    assert runs.capsys is not None and runs("run", *flags, run="halted") == EXIT_STOPPED
-    said = runs.capsys.readouterr().out
-    command = shlex.split(re.findall(r"as asked, and saved: continue with `(.*)`", said)[0])
+    said = runs.done("run", *flags, run="halted", code=EXIT_STOPPED)
+    goes_on = shlex.split(re.findall(r"as asked, and saved: continue with `(.*)`", said)[0])
     own = ["--run", "halted", "--out", str(runs.folder / "out")]
-    assert command == ["quern", "run", "--resume", *own, "--questions", "1", "--chat", *PLAIN]
+    assert goes_on == ["quern", "run", "--resume", *own, "--questions", "1", "--chat", *PLAIN]
     assert runs.steps(run="halted")
 
 

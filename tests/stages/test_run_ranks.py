@@ -131,9 +131,8 @@ def test_ranks_that_were_started_with_other_flags_are_refused(faulty_server: Fau
         encoding="utf-8",
     )
     found = faulty_server([PRETRAIN[0], str(file), *PRETRAIN[1:], *SHORT, "--run", "apart"])
-    assert found["result"] == 1 and lines_with("quern pretrain:", found["said"]) == [
-        "quern pretrain: rank 1 has another --optim.x0-lr than rank 0: start all with the same flags"
-    ]
+    told = "quern pretrain: rank 1 has another --optim.x0-lr than rank 0: start all with the same flags"
+    assert found["result"] == 1 and lines_with("quern pretrain:", found["said"]) == [told]
 
 
 def test_ranks_may_have_their_files_in_other_folders(tmp_path: Path) -> None:

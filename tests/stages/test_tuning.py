@@ -26,39 +26,18 @@ from tests.support.toy_training import CPU, ROWS, toy_loader, toy_recipe, toy_st
 
 pytestmark = pytest.mark.usefixtures("eager")
 
-BASE = resolve(
-    replace(
-        llama.RECIPE,
-        depth=2,
-        seed=3,
-        model=replace(llama.RECIPE.model, width=32, context=48, dropout=0.1),
-        train=TrainRecipe(steps=9, batch_tokens=96, keep=7, log_every=3, save_every=2, fp8="head", clip_norm=0.5),
-    )
-)
-OTHER: dict[str, Any] = {
-    "micro_batch_tokens": 96,
-    "log_every": 4,
-    "eval_every": 5,
-    "save_every": 6,
-    "keep": 8,
-    "max_skips": 11,
-    "recompute": 3,
-    "optimizer_memory": "cpu",
-    "clip_norm": 1.5,
-    "fp8": "all",
-}
+SHAPE = replace(llama.RECIPE.model, width=32, context=48, dropout=0.1)
+TRAIN = TrainRecipe(steps=9, batch_tokens=96, keep=7, log_every=3, save_every=2, fp8="head", clip_norm=0.5)
+BASE = resolve(replace(llama.RECIPE, depth=2, seed=3, model=SHAPE, train=TRAIN))
+OTHER: dict[str, Any] = {"micro_batch_tokens": 96, "log_every": 4, "eval_every": 5, "save_every": 6, "keep": 8}
+OTHER |= {"max_skips": 11, "recompute": 3, "optimizer_memory": "cpu", "clip_norm": 1.5, "fp8": "all"}
 
 
 def test_how_it_is_trained_comes_from_the_command_and_what_is_trained_from_the_base() -> None:
     assert {f"train.{name}" for name in OTHER} == IN_FINE_TUNING
-    asked = replace(
-        gpt.RECIPE,
-        depth=6,
-        conversations="talks.jsonl",
-        model=replace(gpt.RECIPE.model, width=640),
-        train=TrainRecipe(warmup_steps=77, final_lr=0.5, **OTHER),
-        sft=SftRecipe(steps=5, batch_tokens=144, lr_share=0.5),
-    )
+    shape, told = replace(gpt.RECIPE.model, width=640), TrainRecipe(warmup_steps=77, final_lr=0.5, **OTHER)
+    asked = replace(gpt.RECIPE, depth=6, conversations="talks.jsonl", model=shape, train=told)
+    asked = replace(asked, sft=SftRecipe(steps=5, batch_tokens=144, lr_share=0.5))
     followed = fit_to_conversations(sft_recipe(asked, BASE), toy_loader().corpus, 3)
     assert (followed.model, followed.text, followed.seed, followed.depth) == (BASE.model, BASE.text, 3, 2)
     assert followed.callables() == BASE.callables() and followed.conversations == (ConversationSource("talks.jsonl"),)
@@ -160,16 +139,12 @@ def test_what_grows_in_pretraining_has_grown() -> None:
 # Reinforcement learning -----------------------------------------------------------------------------------------------
 
 
-TUNED = resolve(
-    replace(gpt.RECIPE, depth=2, seed=3, train=TrainRecipe(steps=9, batch_tokens=1024, keep=7, clip_norm=0.5))
-)
+PRETRAINED = TrainRecipe(steps=9, batch_tokens=1024, keep=7, clip_norm=0.5)
+TUNED = resolve(replace(gpt.RECIPE, depth=2, seed=3, train=PRETRAINED))
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_model_comes_from_the_run_and_the_stage_from_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_model_comes_from_the_run_and_the_stage_from_the_command(here: Path) -> None:
     Path("mine.py").touch()
     Path("sums").mkdir()  # no file of rewards
     asked = replace(gpt.RECIPE, depth=6, rl=RlRecipe(steps=12, rewards=("sums", "mine.py"), lr_share=0.2))

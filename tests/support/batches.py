@@ -1,4 +1,4 @@
-"""Figures by which two loaders are compared."""
+"""Small loaders, and figures by which two are compared."""
 
 import hashlib
 
@@ -13,6 +13,11 @@ def epoch_of(loader: Batches, step: int) -> int:
         return first * loader.context // loader.corpus.num_tokens
     loader._find(first, silent=True)
     return loader._group_of(loader._counts.find(first)[0])[0]
+
+
+def sized(chunk_documents: int, buffer: int = 1000, kind: type[Loader] = Loader) -> type[Loader]:
+    """A loader with smaller chunks and buffer."""
+    return type(kind.__name__, (kind,), {"chunk_documents": chunk_documents, "buffer": buffer})
 
 
 def token_hash(loader: Batches, step: int) -> str:

@@ -164,10 +164,8 @@ def _write_formats(folder: Path) -> None:
     texts = [text for number in range(20) for text in corpus.documents(number, 2e-4, "train")][:60]
     talks = [talk for talk in corpus.conversations(0, 60, "train") if all(isinstance(m["content"], str) for m in talk)]
     talks = sorted(talks, key=lambda talk: len(str(talk)))[:20]
-    for name, rows in (
-        ("texts", [{"text": text} for text in texts]),
-        ("talks", [{"messages": talk} for talk in talks]),
-    ):
+    for name, key, values in (("texts", "text", texts), ("talks", "messages", talks)):
+        rows = [{key: value} for value in values]
         for ending in ("jsonl", "jsonl.gz", "parquet"):
             write_rows(folder / f"{name}.{ending}", rows)
         lines = (folder / f"{name}.jsonl").read_bytes()
@@ -231,9 +229,7 @@ def damaged_bytes(content: bytes, rng: random.Random) -> tuple[str, bytes]:
     size = len(content)
     at = rng.choice([rng.randrange(max(1, size)), rng.randrange(max(1, min(size, 64)))])
     if how == "flipped" and size:
-        changed = bytearray(content)
-        changed[at] ^= 1 << rng.randrange(8)
-        content = bytes(changed)
+        content = content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
     elif how == "cut":
         content = content[:at]
     elif how == "zeroed":
@@ -249,16 +245,6 @@ def damaged_bytes(content: bytes, rng: random.Random) -> tuple[str, bytes]:
     else:
         content = b"" if how == "empty" else rng.randbytes(rng.randrange(1, 3000))
     return f"{how} at {at}", content
-
-
-def damage_safetensors(path: Path, rng: random.Random) -> str:
-    """One wrong place in the header, whose length is right."""
-    raw = path.read_bytes()
-    (size,) = struct.unpack("<Q", raw[:8])
-    done, text = damaged_json(json.loads(raw[8 : 8 + size]), rng)
-    header = text.encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + size :])
-    return f"header {done}"
 
 
 def damage_in_place(path: Path, rng: random.Random) -> str:
@@ -292,8 +278,12 @@ def damage(path: Path, rng: random.Random) -> str:
     draw = rng.random()
     if draw < 0.08:
         return damage_in_place(path, rng)
-    if path.suffix == ".safetensors" and draw < 0.6:
-        return damage_safetensors(path, rng)
+    if path.suffix == ".safetensors" and draw < 0.6:  # one wrong place in the header, whose length is right
+        raw = path.read_bytes()
+        (size,) = struct.unpack("<Q", raw[:8])
+        done, text = damaged_json(json.loads(raw[8 : 8 + size]), rng)
+        path.write_bytes(struct.pack("<Q", len(header := text.encode())) + header + raw[8 + size :])
+        return f"header {done}"
     if path.suffix in (".json", ".jsonl") and draw < 0.75:
         lines = path.read_text(encoding="utf-8").splitlines() if path.suffix == ".jsonl" else [path.read_text("utf-8")]
         number = rng.randrange(len(lines)) if lines else 0

@@ -18,7 +18,7 @@ from quern.model.base import LanguageModel
 from quern.recipe import Resolved, ResolvedModel, TextRecipe
 from quern.resolve import resolve
 from quern.runs.run_dir import RunDir
-from quern.text.chat import Message
+from quern.text.chat import ContentPart, Message
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.state import TrainState, build_model, build_state
@@ -43,17 +43,11 @@ LLAMAS: dict[str, dict[str, Any]] = {
 MODEL_FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 """The files of an export."""
+CALL: list[ContentPart] = [{"type": "tool", "text": "3*4-1"}, {"type": "output", "text": "11"}]
 CHAT: list[Message] = [
     {"role": "system", "content": "Be brief.\n"},
     {"role": "user", "content": " What is 3 × 4 - 1?"},
-    {
-        "role": "assistant",
-        "content": [
-            {"type": "tool", "text": "3*4-1"},
-            {"type": "output", "text": "11"},
-            {"type": "text", "text": "It is 11. "},
-        ],
-    },
+    {"role": "assistant", "content": [*CALL, {"type": "text", "text": "It is 11. "}]},
     {"role": "user", "content": "Danke, schön!"},
 ]
 

@@ -15,8 +15,6 @@ An answer holds for each run `exits` (for each attempt, the ranks' statuses), `r
 last one until no process of its attempt was left), `said` (all output).
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing
@@ -37,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.events import Events
-from tests.support.line_server import ROOT, LineServer, forked, run_first
+from tests.support.line_server import ROOT, LineServer, forked, run_first, status_of
 
 SHUTDOWN_SECONDS = 30
 AT_ONCE = 5
@@ -122,8 +120,6 @@ def put(answers: int, **facts: Any) -> None:
 
 
 def run_rank(rank: int, request: dict[str, Any], attempt: int, answers: int, listener: socket.socket) -> int:
-    from quern.cli import main
-
     listener.close()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
     faults = request["faults"]
@@ -132,10 +128,7 @@ def run_rank(rank: int, request: dict[str, Any], attempt: int, answers: int, lis
     events = Fault(fault, answers)
     if counted or (fault and fault["rank"] == rank):
         sys.setprofile(events)
-    try:
-        status = main.main(request["arguments"])
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
+    status = status_of(request["arguments"])
     sys.setprofile(None)
     if counted:
         put(answers, rank=rank, events=events.counts | {"begins": events.begins})
@@ -151,14 +144,9 @@ def run_agent(request: dict[str, Any], answers: int, folder: Path) -> int:
     for attempt in range(request["restarts"] + 1):
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         port = listener.getsockname()[1]
-        os.environ |= {
-            "WORLD_SIZE": str(request["ranks"]),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "QUERN_RESULT": str(folder / "result.json"),
-            "QUERN_PARENT": str(os.getpid()),
-        }
+        os.environ |= {"WORLD_SIZE": str(request["ranks"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "QUERN_PARENT": str(os.getpid())}
+        os.environ["QUERN_RESULT"] = str(folder / "result.json")
         pids = {}
         for rank in range(request["ranks"]):
             pids[forked(partial(run_rank, rank, request, attempt, answers, listener))] = rank

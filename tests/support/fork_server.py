@@ -34,7 +34,7 @@ from quern.recipes import gpt  # noqa: F401
 from quern.stages import pretrain, rl, session, sft  # noqa: F401
 from quern.train import checkpoint, loop
 from tests.support.events import Events
-from tests.support.line_server import forked, run_first
+from tests.support.line_server import forked, run_first, status_of
 
 TRAINING = ("train", "parallel", "optim", "model", "kernels", "records.py", "data/loader.py", "data/token_file.py")
 PARTS: dict[CodeType, str] = {checkpoint.save.__code__: "save", loop.resume.__code__: "resume"}
@@ -62,10 +62,7 @@ def child(request: dict[str, Any], answer: int) -> int:
     events = Events((*TRAINING, "stages/jax"), kill and tuple(kill), die, PARTS)
     if kill or request.get("counted"):
         profiled(events)
-    try:
-        status = main.main(request["arguments"])
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
+    status = status_of(request["arguments"])
     sys.setprofile(None)
     sys.stdout.flush()
     os.write(answer, json.dumps({"events": events.counts}).encode())

@@ -18,7 +18,6 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:
-    """A file of these rows."""
     buffer = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), buffer)
     return buffer.getvalue()
@@ -26,41 +25,24 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 
 @dataclass
 class Hub:
-    """The contents of the server and the requests that it got.
-
-    Args:
-        url: Its address.
-        sets: OWNER/NAME → path → bytes.
-        others: Path → bytes that are no data set's.
-        cards: OWNER/NAME → the list `configs` of the card.
-        revisions: Revisions that exist besides the default one.
-        token: Needed for every set, if it is not empty.
-        digests: Whether the listing has the SHA-256 of files.
-        sent: OWNER/NAME/PATH → other bytes than those that are listed.
-        statuses: The answers to the next requests for files, instead of the file.
-        busy: Headers of these answers.
-        headers: Headers of files; None for an ETag, which is the SHA-256.
-        conditions: Whether If-Range is obeyed.
-        rest: (first, last) byte of the rest of a file → those of the answer, and its other headers, without empty ones.
-        cuts: The next answers of files break off after so many bytes; None for a whole one.
-        asked: (path, authorization, range) of each request.
-    """
+    """The contents of the server and the requests that it got."""
 
     url: str
-    sets: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    others: dict[str, bytes] = field(default_factory=dict)
-    cards: dict[str, list[Any]] = field(default_factory=dict)
-    revisions: tuple[str, ...] = ()
-    token: str = ""
-    digests: bool = True
-    sent: dict[str, bytes] = field(default_factory=dict)
-    statuses: list[int] = field(default_factory=list)
-    busy: dict[str, str] = field(default_factory=dict)
-    headers: dict[str, str] | None = None
-    conditions: bool = True
+    sets: dict[str, dict[str, bytes]] = field(default_factory=dict)  # OWNER/NAME → path → bytes
+    others: dict[str, bytes] = field(default_factory=dict)  # path → bytes that are no data set's
+    cards: dict[str, list[Any]] = field(default_factory=dict)  # OWNER/NAME → the list `configs` of the card
+    revisions: tuple[str, ...] = ()  # that exist besides the default one
+    token: str = ""  # needed for every set, if it is not empty
+    digests: bool = True  # whether the listing has the SHA-256 of files
+    sent: dict[str, bytes] = field(default_factory=dict)  # OWNER/NAME/PATH → other bytes than those that are listed
+    statuses: list[int] = field(default_factory=list)  # of the next answers to requests for files, instead of the file
+    busy: dict[str, str] = field(default_factory=dict)  # headers of these answers
+    headers: dict[str, str] | None = None  # of files; None for an ETag, which is the SHA-256
+    conditions: bool = True  # whether If-Range is obeyed
+    # (first, last) byte of the rest of a file → those of the answer, and its other headers, without empty ones.
     rest: Callable[[int, int], tuple[int, int, dict[str, str]]] = lambda first, last: (first, last, {})
-    cuts: list[int | None] = field(default_factory=list)
-    asked: list[tuple[str, str | None, str | None]] = field(default_factory=list)
+    cuts: list[int | None] = field(default_factory=list)  # the next files break off after so many bytes; None: whole
+    asked: list[tuple[str, str | None, str | None]] = field(default_factory=list)  # (path, authorization, range)
 
     def files_asked(self) -> list[str]:
         """The paths of the files that were sent, in order."""

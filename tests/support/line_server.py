@@ -1,7 +1,5 @@
 """Processes that answer lines of JSON with lines of JSON: their client in a test, and how one begins and forks."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -28,9 +26,8 @@ class LineServer:
         program: str = sys.executable,
     ) -> None:
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            [program, *arguments], stdin=pipe, stdout=pipe, encoding="utf-8", cwd=folder, env=env
-        )
+        how: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "encoding": "utf-8", "cwd": folder, "env": env}
+        self.process = subprocess.Popen([program, *arguments], **how)
 
     def ask(self, request: Any, gone: Any) -> Any:
         """The answer to a request; `gone` if the process ends without one."""
@@ -69,6 +66,16 @@ def forked(child: Callable[[], int], output: Path | None = None) -> int:
     finally:
         sys.stdout.flush()
         os._exit(status)
+
+
+def status_of(arguments: list[str]) -> int:
+    """The exit status of a command of `quern`, also of one that raises SystemExit."""
+    from quern.cli import main
+
+    try:
+        return main.main(arguments)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
 
 
 def end_with_parent() -> None:

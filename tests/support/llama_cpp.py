@@ -3,8 +3,6 @@
 It is the prebuilt binary of the npm package node-llama-cpp, 85 MB; npm installs it in about 10 s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

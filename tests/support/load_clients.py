@@ -5,8 +5,6 @@ are given up at any moment, some are no requests, and some clients read slowly. 
 parsed at their end, so that the clients take little of the processor that they share with the server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -162,34 +160,24 @@ class Connection:
 
 @dataclass
 class Totals:
-    """The clients' counts. wrong: answers that are not as expected, and requests that failed."""
+    """The clients' counts."""
 
     counts: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
-    wrong: list[str] = field(default_factory=list)
-    refusals: list[float] = field(default_factory=list)
-    """Seconds until each malformed request was refused."""
+    wrong: list[str] = field(default_factory=list)  # answers that are not as expected, and requests that failed
+    refusals: list[float] = field(default_factory=list)  # seconds until each malformed request was refused
 
 
 @dataclass
 class Load:
-    """Clients of one server.
-
-    Args:
-        port: The server's.
-        cases: The cases from which ordinary requests are drawn.
-        slow: The request of slow readers: completions with log-probabilities.
-        long: The request that clients give up; it takes longer than anyone waits.
-        malformed: Bytes that are no good request, with the status that is the answer.
-        seed: Seed of every client's choices.
-    """
+    """Clients of one server."""
 
     port: int
-    cases: Sequence[Case]
-    slow: Case
-    long: Case
-    malformed: Sequence[tuple[bytes, int]]
-    seed: int = 0
+    cases: Sequence[Case]  # from which ordinary requests are drawn
+    slow: Case  # the request of slow readers: completions with log-probabilities
+    long: Case  # the request that clients give up; it takes longer than anyone waits
+    malformed: Sequence[tuple[bytes, int]]  # bytes that are no good request, with the status that is the answer
+    seed: int = 0  # of every client's choices
     totals: Totals = field(default_factory=Totals)
 
     async def run(self, clients: int, seconds: float) -> None:

@@ -34,9 +34,8 @@ def main() -> None:
     texts = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     tokenizer, folder, workers = Tokenizer.load(Path(sys.argv[2])), Path(sys.argv[3]), int(sys.argv[4])
     at = ("train", int(sys.argv[5])) if len(sys.argv) > 5 else None
-    events = Counting(
-        ("data", "stages/encode.py", "temporaries.py"), at, lambda place: os.kill(os.getpid(), signal.SIGKILL)
-    )
+    files = ("data", "stages/encode.py", "temporaries.py")
+    events = Counting(files, at, lambda place: os.kill(os.getpid(), signal.SIGKILL))
     sys.setprofile(events)
     how: dict[str, Any] = {"workers": workers, "shard_tokens": SHARD_TOKENS, "unit_characters": UNIT_CHARACTERS}
     if not prepared(folder, "mark", ["train"]):  # as stages/prepare.py asks

@@ -7,8 +7,6 @@ which has threads. A request names a function `module:name` with arguments in JS
 function(mesh, **arguments) on every rank, and what it returns (JSON) is the answer, rank by rank.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """`quern serve` as a child process, with a run of a small random model: started, measured through /proc, stopped."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

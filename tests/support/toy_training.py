@@ -73,17 +73,9 @@ class ToyFlops(FlopCounter):
 
 
 def toy_plan(steps: int = 12, **changes: Any) -> TrainingPlan:
-    plan = TrainingPlan(
-        steps=steps,
-        schedule=toy_schedule(steps),
-        micro_batch_rows=3,
-        log_every=1,
-        save_every=4,
-        keep=2,
-        flops=ToyFlops(),
-        peak_flops=1e9,
-    )
-    return replace(plan, **changes)
+    often: dict[str, Any] = {"micro_batch_rows": 3, "log_every": 1, "save_every": 4, "keep": 2}
+    how = {"schedule": toy_schedule(steps), "flops": ToyFlops(), "peak_flops": 1e9, **often, **changes}
+    return TrainingPlan(steps=steps, **how)
 
 
 def copy_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -92,13 +84,8 @@ def copy_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     """Names of tensors that are missing on one side or differ in a single bit."""
-    unequal = [
-        name
-        for name in one.keys() & other.keys()
-        if one[name].dtype != other[name].dtype
-        or one[name].contiguous().numpy().tobytes() != other[name].contiguous().numpy().tobytes()
-    ]
-    return sorted(unequal + list(one.keys() ^ other.keys()))
+    bits = [{name: (t.dtype, t.contiguous().numpy().tobytes()) for name, t in some.items()} for some in (one, other)]
+    return sorted(name for name in one.keys() | other.keys() if bits[0].get(name) != bits[1].get(name))
 
 
 def snapshot(state: TrainState) -> dict[str, torch.Tensor]:

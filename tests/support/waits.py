@@ -6,8 +6,6 @@ LINES, a JSON object, has the pattern of each wait's line, after which the signa
 child runs its wait as a verb of `quern`, under the handlers of the command line.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import multiprocessing

@@ -12,18 +12,15 @@ from hypothesis import strategies as st
 from quern.text.chat import ContentPart, Message, render, render_prompt, validate
 from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 
+
+def content(*pairs: tuple[str, str]) -> Any:
+    return [{"type": kind, "text": text} for kind, text in pairs]
+
+
 CONVERSATION: list[Message] = [
     {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "17*3?"}]},
-    {
-        "role": "assistant",
-        "content": [
-            {"type": "text", "text": "It is "},
-            {"type": "tool", "text": "17*3"},
-            {"type": "output", "text": "51"},
-            {"type": "text", "text": "51."},
-        ],
-    },
+    {"role": "user", "content": content(("text", "What is "), ("text", "17*3?"))},
+    {"role": "assistant", "content": content(("text", "It is "), ("tool", "17*3"), ("output", "51"), ("text", "51."))},
     {"role": "user", "content": "Thanks"},
     {"role": "assistant", "content": "Welcome"},
 ]
@@ -44,9 +41,8 @@ def test_the_rendering_is_exactly_this_and_what_the_assistant_writes_is_learned(
         "<|assistant_start|>It is <|tool_start|>17*3<|tool_end|><|output_start|>51<|output_end|>51."
         "<|assistant_end|><|user_start|>Thanks<|user_end|><|assistant_start|>Welcome<|assistant_end|>"
     )
-    assert tokenizer.decode(ids[mask].tolist()) == (
-        "It is <|tool_start|>17*3<|tool_end|>51.<|assistant_end|>Welcome<|assistant_end|>"
-    )
+    learned = "It is <|tool_start|>17*3<|tool_end|>51.<|assistant_end|>Welcome<|assistant_end|>"
+    assert tokenizer.decode(ids[mask].tolist()) == learned
     assert tokenizer.decode(ids[~mask].tolist()) == (
         "<|bos|><|system_start|>Be brief.<|system_end|><|user_start|>What is 17*3?<|user_end|>"
         "<|assistant_start|><|output_start|>51<|output_end|><|user_start|>Thanks<|user_end|><|assistant_start|>"
@@ -61,7 +57,7 @@ def test_the_prompt_is_the_start_of_the_rendering(tokenizer: Tokenizer) -> None:
         assert prompt[-1] == tokenizer.special("<|assistant_start|>") and mask[len(prompt)]
         assert all(isinstance(token, int) for token in prompt)
     assert render_prompt(tokenizer, CONVERSATION[:5]) == render(tokenizer, CONVERSATION[:5])[0][:-1].tolist()
-    open_call: Any = {"role": "assistant", "content": [{"type": "tool", "text": "1+1"}]}
+    open_call: Message = {"role": "assistant", "content": content(("tool", "1+1"))}
     with pytest.raises(ValueError, match="add its output"):
         render_prompt(tokenizer, [*CONVERSATION[:2], open_call])
 
@@ -120,6 +116,7 @@ def test_the_check_sees_a_tokenizer_that_lets_special_tokens_through(tokenizer: 
         assert_special_tokens_are_structure(Careless(tokenizer.merges), "<|bos|>", [("a", "b")])
 
 
+OUTPUT = {"role": "assistant", "content": content(("output", "1"))}
 WRONG: list[tuple[Any, str]] = [
     ([], "empty: give at least one user message"),
     ([{"role": "system", "content": "x"}], "only a system message: add a user message"),
@@ -129,12 +126,9 @@ WRONG: list[tuple[Any, str]] = [
     ([{"role": "user"}], 'message 1 must be an object with "role" and "content"'),
     ([{"role": "user", "content": None}], "content must be text or a list of parts"),
     ([{"role": "user", "content": [{"type": "text", "text": 1}]}], 'needs "type" and "text"'),
-    ([{"role": "user", "content": [{"type": "image", "text": "x"}]}], "type 'image': use one of text, tool"),
-    ([{"role": "user", "content": [{"type": "tool", "text": "1"}]}], "only the assistant can hold a 'tool'"),
-    (
-        [CONVERSATION[1], {"role": "assistant", "content": [{"type": "output", "text": "1"}]}],
-        "message 2: an output must directly follow the tool call",
-    ),
+    ([{"role": "user", "content": content(("image", "x"))}], "type 'image': use one of text, tool"),
+    ([{"role": "user", "content": content(("tool", "1"))}], "only the assistant can hold a 'tool'"),
+    ([CONVERSATION[1], OUTPUT], "message 2: an output must directly follow the tool call"),
 ]
 
 

@@ -38,12 +38,9 @@ def test_of_equal_documents_the_first_stays() -> None:
 def test_quality_keeps_prose_and_removes_what_is_not() -> None:
     good = prose(0)
     lines = good.split()
+    other = (lines[:49], ["a"] * 100 + lines[:8], lines + ["antidisestablishmentarianism"] * 200)
     bad = [
-        " ".join(lines[:49]),
-        " ".join(["a"] * 100 + lines[:8]),
-        " ".join(lines + ["antidisestablishmentarianism"] * 200),
-        " ".join(lines + ["17"] * 20),
-        " ".join(lines + ["#tag"] * 20),
+        *map(" ".join, (*other, lines + ["17"] * 20, lines + ["#tag"] * 20)),
         "\n".join(f"- {word}" for word in lines),
         "\n".join(f"{word} and so on..." for word in lines[:8] * 3),
         good.replace("the ", "le ").replace("of ", "de ").replace("and ", "et ").replace("that ", "qui "),

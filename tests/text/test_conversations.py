@@ -18,6 +18,7 @@ from tests.support.small_text import read_conversations
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 BRIEF = {"role": "system", "content": "Be brief."}
+TURNS = [BRIEF, USER, ANSWER]
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "id": 7}
 ALPACA = {"instruction": "hi", "input": "", "output": "hello"}
 
@@ -41,13 +42,10 @@ def answer(number: int, content: Any) -> dict[str, Any]:
         ({"conversations": [USER, ANSWER]}, [USER, ANSWER]),
         (ALPACA, [USER, ANSWER]),
         ({**ALPACA, "input": "1 2"}, [{**USER, "content": "hi\n\n1 2"}, ANSWER]),
-        (
-            {"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT["conversations"]]},
-            [BRIEF, USER, ANSWER],
-        ),
-        ({**SHAREGPT, "system": "Be brief.", "tools": "[]"}, [BRIEF, USER, ANSWER]),
-        ({"messages": [BRIEF, USER, ANSWER], "system": "Be brief."}, [BRIEF, USER, ANSWER]),
-        ({"messages": [{**BRIEF, "role": "developer"}, USER, ANSWER], "system": None}, [BRIEF, USER, ANSWER]),
+        ({"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT["conversations"]]}, TURNS),
+        ({**SHAREGPT, "system": "Be brief.", "tools": "[]"}, TURNS),
+        ({"messages": TURNS, "system": "Be brief."}, TURNS),
+        ({"messages": [{**BRIEF, "role": "developer"}, USER, ANSWER], "system": None}, TURNS),
         (
             {**ALPACA, "history": [["one", "1"]], "system": "Be brief."},
             [BRIEF, {"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}, USER, ANSWER],
@@ -62,16 +60,11 @@ def test_sharegpt_and_alpaca(record: Any, expected: list[dict[str, Any]]) -> Non
 def test_several_calls_get_their_own_outputs() -> None:
     """The same call twice, answers in another order, a second round, arguments as an object, a last call unanswered."""
     weather = {"city": "Köln"}
+    calls = [call("weather", weather, 1), call("weather", json.dumps(weather), 2), call("now", "{}", 3)]
     messages = [
         USER,
-        {
-            "role": "assistant",
-            "content": "Let me see.",
-            "tool_calls": [call("weather", weather, 1), call("weather", json.dumps(weather), 2), call("now", "{}", 3)],
-        },
-        answer(2, "rain"),
-        answer(3, [text("noon")]),
-        answer(1, "sun"),
+        {"role": "assistant", "content": "Let me see.", "tool_calls": calls},
+        *(answer(2, "rain"), answer(3, [text("noon")]), answer(1, "sun")),
         {"role": "assistant", "tool_calls": [call("calculator", "not JSON", 4)]},
     ]
     spelled = '{"name":"weather","arguments":{"city":"Köln"}}'
@@ -90,10 +83,7 @@ def test_several_calls_get_their_own_outputs() -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (
-            {"question": "hi", "answer": "hello"},
-            "it has only 'question', 'answer': a conversation is .*ShareGPT.*Alpaca",
-        ),
+        ({"question": "a", "answer": "b"}, "it has only 'question', 'answer': a conversation is .*ShareGPT.*Alpaca"),
         ({"conversations": [{"from": "bing", "value": "hi"}]}, "message 1 is from 'bing': use one of human, user, gpt"),
         ([USER, answer(0, "42")], "message 2 is a tool's output, and no tool_calls before it"),
         ([USER, {"role": "assistant", "content": None}], "message 2: content must be text"),
@@ -122,10 +112,8 @@ BLUE = [text('{"name":"sky","arguments":{"at":"noon"}}', "tool"), text("blue", "
     [
         {
             "messages": [
-                USER,
-                {"role": "assistant", "content": None, "tool_calls": [call("sky", '{"at": "noon"}')]},
-                answer(0, "blue"),
-                {"role": "assistant", "content": "It is blue."},
+                *(USER, {"role": "assistant", "content": None, "tool_calls": [call("sky", '{"at": "noon"}')]}),
+                *(answer(0, "blue"), {"role": "assistant", "content": "It is blue."}),
             ],
             "tools": [{"type": "function", "function": {**SKY, "strict": True, "description": None}}],
         },

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quern.cli import main
 from quern.data.shards import Corpus
 from quern.stages.encode import FEW_UNITS, encoded, on_cluster, on_processes, write_shards
 from quern.text.tokenizer import Tokenizer
+from tests.support.command import Told
+from tests.support.folder import contents
 from tests.support.memory_corpus import texts_of
 
 TEXTS = [f"{number} stones of the mill" for number in range(200)]
@@ -25,7 +26,6 @@ SMALL_UNITS = 100  # characters: five documents
 
 
 def children() -> set[int]:
-    """Process ids of the workers of this process."""
     return {pid for process in active_children() if (pid := process.pid)}
 
 
@@ -52,17 +52,17 @@ def test_a_worker_that_is_killed_is_reported_and_the_others_end() -> None:
     assert children() == before
 
 
-def broken(texts: list[str]) -> Iterator[str]:
-    yield from texts
-    raise ValueError("file 3, line 7: not a line of JSON")
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_of_the_text_is_raised_and_finished_shards_are_continued(workers: int, tmp_path: Path) -> None:
     before, said = children(), list[str]()
+
+    def broken() -> Iterator[str]:
+        yield from TEXTS[:150]
+        raise ValueError("file 3, line 7: not a line of JSON")
+
     how: dict[str, Any] = {"workers": workers, "shard_tokens": 500, "unit_characters": SMALL_UNITS}
     with pytest.raises(ValueError, match="file 3, line 7"):
-        write_shards(broken(TEXTS[:150]), TOKENIZER, tmp_path, "train", "mark", said.append, **how)
+        write_shards(broken(), TOKENIZER, tmp_path, "train", "mark", said.append, **how)
     assert children() == before and said == []
     write_shards(iter(TEXTS), TOKENIZER, tmp_path, "train", "mark", said.append, **how)
     assert said[0].startswith("tokens: train continues after ") and len(said) == 2
@@ -72,31 +72,21 @@ def test_an_error_of_the_text_is_raised_and_finished_shards_are_continued(worker
 # On a Ray cluster of two workers on this machine --------------------------------------------------------------------
 
 
-def shards_in(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def encoders_there() -> list[int]:
-    """Process ids of Ray's actors that encode."""
-    titles = {int(path.parent.name): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
-    return [pid for pid, title in titles.items() if title.startswith(b"ray::_Encoder")]
-
-
 @pytest.mark.campaign
-def test_shards_of_a_cluster_are_those_of_one_process(cluster: None, tmp_path: Path) -> None:
+def test_shards_of_a_cluster_are_those_of_one_process(cluster: None, told: Told, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text("".join(f'{{"text": "{number} stones of the mill, {"grain " * 900}"}}\n' for number in range(1600)))
     asked = f"prepare --data {text} --text.vocab-size 300 --out {tmp_path}"
-    assert main.main([*f"{asked}/plain --workers 1".split()]) == 0
-    assert main.main([*f"{asked}/ray --engine ray".split()]) == 0
-    plain, ours = shards_in(tmp_path / "plain" / "data"), shards_in(tmp_path / "ray" / "data")
+    for flags in ("/plain --workers 1", "/ray --engine ray"):
+        told(*f"{asked}{flags}".split())
+    plain, ours = contents(tmp_path / "plain" / "data"), contents(tmp_path / "ray" / "data")
     assert plain.keys() == ours.keys() and len(plain) >= 5
     assert all(plain[name] == ours[name] for name in plain if not name.endswith("digests.json"))
     for start_workers in (on_processes, on_cluster):
         folder = tmp_path / start_workers.__name__
         how = {"workers": 2, "shard_tokens": 211, "unit_characters": SMALL_UNITS, "start_workers": start_workers}
         write_shards(iter(TEXTS), TOKENIZER, folder, "train", "mark", print, **how)
-    assert shards_in(tmp_path / "on_processes") == shards_in(tmp_path / "on_cluster")
+    assert contents(tmp_path / "on_processes") == contents(tmp_path / "on_cluster")
 
 
 @pytest.mark.campaign
@@ -106,14 +96,15 @@ def test_units_of_a_lost_encoder_are_encoded_again(cluster: None) -> None:
     expected = [unit.ids.tolist() for unit in encoded(TEXTS, *how, unit_characters=SMALL_UNITS)]
     units = encoded(TEXTS, *how, 2, SMALL_UNITS, on_cluster)
     found = [next(units).ids.tolist()]
-    os.kill(encoders_there()[0], signal.SIGKILL)
+    titles = {int(path.parent.name): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
+    os.kill(next(pid for pid, title in titles.items() if title.startswith(b"ray::_Encoder")), signal.SIGKILL)
     assert found + [unit.ids.tolist() for unit in units] == expected
 
 
 def test_a_missing_ray_is_named_with_how_to_install_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    told: Told, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert main.main([*f"prepare --engine ray --out {tmp_path}".split()]) != 0
-    assert "a Ray cluster needs an extra package" in (said := capsys.readouterr().err) and "'.[ray]'" in said
+    said = told("prepare", "--engine", "ray", "--out", tmp_path, code=1)
+    assert "a Ray cluster needs an extra package" in said and "'.[ray]'" in said
     assert list(tmp_path.iterdir()) == []

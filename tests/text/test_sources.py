@@ -68,9 +68,8 @@ def test_a_folder_without_permission_is_ignored_and_told(tmp_path: Path, monkeyp
 
 def test_an_empty_folder_says_what_it_holds(tmp_path: Path) -> None:
     write(tmp_path / "a.png", "x")
-    with pytest.raises(
-        FileNotFoundError, match=r"nothing to read in .* \(it holds a.png \(1 B\)\): no file ends in .txt"
-    ):
+    held = r"nothing to read in .* \(it holds a.png \(1 B\)\): no file ends in .txt"
+    with pytest.raises(FileNotFoundError, match=held):
         files(tmp_path)
     write(tmp_path / "a.txt", "x")
     with pytest.raises(FileNotFoundError, match=r"or of plain text and does not match --data.exclude a\.\*$"):
@@ -108,12 +107,8 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     (elsewhere / "back").symlink_to(root)
     (elsewhere / "self").symlink_to(elsewhere)
     os.link(root / "own.txt", root / "zz-hard.txt")
-    assert [path.relative_to(root).as_posix() for path in files(root)] == [
-        "1-link/deep/farther.txt",
-        "1-link/far.txt",
-        "own.txt",
-        "sub/near.txt",
-    ]
+    found = [path.relative_to(root).as_posix() for path in files(root)]
+    assert found == ["1-link/deep/farther.txt", "1-link/far.txt", "own.txt", "sub/near.txt"]
     (tmp_path / "root-link").symlink_to(root)
     assert list(read(tmp_path / "root-link")) == ["farther", "far", "own", "near"]
 
@@ -182,8 +177,7 @@ def test_the_separator_of_a_table_is_found(tmp_path: Path, delimiter: str) -> No
 
 def test_a_folder_of_code_is_its_code_and_patterns_choose(tmp_path: Path) -> None:
     for name in ("README.md", "src/a.py", "src/b.rs", "src/node_modules/x.js", "Makefile", "logo.png", "notes.weird"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"\0\1" if name == "logo.png" else name.encode())
+        write(tmp_path / name, "\0\1" if name == "logo.png" else name)
     (tmp_path / "damaged").write_bytes(b"\xff\xfeabc")
 
     def names(**chosen: Any) -> list[str]:
@@ -201,9 +195,8 @@ def test_a_folder_of_code_is_its_code_and_patterns_choose(tmp_path: Path) -> Non
     (tmp_path / "link").symlink_to(tmp_path / "src")
     names_of_one = (tmp_path / "notes.weird", tmp_path / "link", tmp_path / "src/../src/a.py", tmp_path, tmp_path)
     listing = list_source(names_of_one, DOCUMENTS)
-    assert len(listing.read) == 5 and sorted(entry.path.name for entry in listing.ignored) == [
-        *("damaged", "logo.png", "pipe.weird", "x.js")
-    ]
+    ignored = sorted(entry.path.name for entry in listing.ignored)
+    assert len(listing.read) == 5 and ignored == ["damaged", "logo.png", "pipe.weird", "x.js"]
 
 
 def test_papers_and_pages_are_read_by_the_extra_or_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +213,8 @@ def test_papers_and_pages_are_read_by_the_extra_or_it_is_named(tmp_path: Path, m
         list(read(tmp_path / "c.pdf"))
     monkeypatch.setattr(sources, "can_convert", lambda: False)
     assert list_source(tmp_path, DOCUMENTS).lines("text")[1].endswith("run .venv/bin/pip install -e '.[documents]'")
-    with pytest.raises(
-        ValueError, match="cannot read .*a.html: .*; papers, books and pages need the extra `documents`"
-    ):
+    extra = "cannot read .*a.html: .*; papers, books and pages need the extra `documents`"
+    with pytest.raises(ValueError, match=extra):
         list_source(tmp_path / "a.html", DOCUMENTS)
     for end in ("\n", "\r\n"):  # "1984" is spoken
         cues = ("1", "00:00:01,000 --> 00:00:02,000", "Hello.", "", "2", "00:00:03,000 --> 00:00:04,000", "1984")
@@ -248,11 +240,12 @@ def test_an_address_is_fetched_once_and_its_sha256_is_told(tmp_path: Path) -> No
 
 @pytest.fixture
 def paths(tmp_path: Path) -> list[Path]:
-    found = [tmp_path / "in" / name for name in ("a", "b", "c")]
-    found[0].parent.mkdir()
-    for path in found:
-        path.write_text(f"text of {path.name}", encoding="utf-8")
-    return found
+    return [write(tmp_path / "in" / name, f"text of {name}") for name in ("a", "b", "c")]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "digests.json"
 
 
 def hashed(paths: list[Path], cache: Path) -> tuple[str, int]:
@@ -268,17 +261,15 @@ def hashed(paths: list[Path], cache: Path) -> tuple[str, int]:
         return content_fingerprint([Entry(path, 0, "") for path in paths], cache.parents[1], "text"), sum(read)
 
 
-def test_an_edit_that_keeps_size_and_time_is_seen(paths: list[Path], tmp_path: Path) -> None:
-    cache, info = tmp_path / "data" / "digests.json", paths[1].stat()
-    mark, _ = hashed(paths, cache)
+def test_an_edit_that_keeps_size_and_time_is_seen(paths: list[Path], cache: Path) -> None:
+    info, (mark, _) = paths[1].stat(), hashed(paths, cache)
     paths[1].write_text("text of B", encoding="utf-8")
     os.utime(paths[1], ns=(info.st_atime_ns, info.st_mtime_ns))
     assert paths[1].stat().st_size == info.st_size and paths[1].stat().st_mtime_ns == info.st_mtime_ns
     assert hashed(paths, cache)[0] != mark != hashed(paths[::-1], cache)[0]
 
 
-def test_only_what_changed_is_read_again(paths: list[Path], tmp_path: Path) -> None:
-    cache = tmp_path / "data" / "digests.json"
+def test_only_what_changed_is_read_again(paths: list[Path], cache: Path) -> None:
     mark, read = hashed(paths, cache)
     assert read == 27
     written = cache.stat()
@@ -291,8 +282,7 @@ def test_only_what_changed_is_read_again(paths: list[Path], tmp_path: Path) -> N
     assert sorted(json.loads(cache.read_text(encoding="utf-8"))) == [str(path) for path in paths[1:]]
 
 
-def test_what_cannot_be_read_is_another_content_and_is_tried_again(paths: list[Path], tmp_path: Path) -> None:
-    cache = tmp_path / "data" / "digests.json"
+def test_what_cannot_be_read_is_another_content_and_is_tried_again(paths: list[Path], cache: Path) -> None:
     mark, _ = hashed(paths, cache)
     entries = json.loads(cache.read_text(encoding="utf-8"))
     cache.write_text(json.dumps(entries | {"/" + "x" * 300: entries[str(paths[0])]}), encoding="utf-8")
@@ -307,8 +297,7 @@ def test_what_cannot_be_read_is_another_content_and_is_tried_again(paths: list[P
 
 
 @pytest.mark.parametrize("damage", ["{", "[1]", "swap"])
-def test_a_damaged_cache_is_made_again(paths: list[Path], tmp_path: Path, damage: str) -> None:
-    cache = tmp_path / "data" / "digests.json"
+def test_a_damaged_cache_is_made_again(paths: list[Path], cache: Path, damage: str) -> None:
     mark, _ = hashed(paths, cache)
     entries = json.loads(cache.read_text(encoding="utf-8"))
     broken = {name: [*entry[:3], entry[3][:-1]] for name, entry in entries.items()}

@@ -26,11 +26,7 @@ GPT4O = "|".join(
     [
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ]
 )
 PIECES = """the mill grinds GRAIN don't I'LL we've it'ſ 1 22 333 4444 ５ ½ köln Straße İstanbul ÉCOLE naïve 世界 日本語
@@ -53,9 +49,8 @@ def made(
     pre_tokenizer: Any, first: str, others: tuple[str, ...] = (), pairs: Callable[..., Any] | None = None, **model: Any
 ) -> Any:
     """A tokenizer of the library's, trained on a part of the texts. pairs: vocabulary → merges, instead of its own."""
-    trainer = hf.trainers.BpeTrainer(
-        vocab_size=900, initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    letters = hf.pre_tokenizers.ByteLevel.alphabet()
+    trainer = hf.trainers.BpeTrainer(vocab_size=900, initial_alphabet=letters, show_progress=False)
     trained = hf.Tokenizer(hf.models.BPE())
     trained.pre_tokenizer = pre_tokenizer
     trained.train_from_iterator(TEXTS[::3], trainer)
@@ -70,22 +65,14 @@ def made(
 
 def every_split(vocab: dict[str, int]) -> list[tuple[str, str]]:
     """All pairs that form a token, as the library converts tiktoken's files."""
-    pairs = [
-        (token[:at], token[at:])
-        for token in vocab
-        for at in range(1, len(token))
-        if token[:at] in vocab and token[at:] in vocab
-    ]
-    return sorted(pairs, key=lambda pair: (vocab[pair[0] + pair[1]], vocab[pair[0]], vocab[pair[1]]))
+    pairs = [(token[:at], token[at:]) for token in vocab for at in range(1, len(token))]
+    known = (pair for pair in pairs if vocab.keys() >= set(pair))
+    return sorted(known, key=lambda pair: (vocab[pair[0] + pair[1]], vocab[pair[0]], vocab[pair[1]]))
 
 
 def split(pattern: str) -> Any:
-    return hf.pre_tokenizers.Sequence(
-        [
-            hf.pre_tokenizers.Split(hf.Regex(pattern), "isolated"),
-            hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = hf.pre_tokenizers.Split(hf.Regex(pattern), "isolated")
+    return hf.pre_tokenizers.Sequence([words, hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def gpt2() -> Any:
@@ -95,15 +82,9 @@ def gpt2() -> Any:
 def llama3(pattern: str = LLAMA3) -> Any:
     others = ("<|end_of_text|>", "<|reserved_special_token_0|>", "<|eot_id|>")
     found = made(split(pattern), "<|begin_of_text|>", others, pairs=every_split, ignore_merges=True)
-    found.post_processor = hf.processors.Sequence(
-        [
-            hf.processors.ByteLevel(trim_offsets=True),
-            hf.processors.TemplateProcessing(
-                single="<|begin_of_text|> $A",
-                special_tokens=[("<|begin_of_text|>", found.token_to_id("<|begin_of_text|>"))],
-            ),
-        ]
-    )
+    first = ("<|begin_of_text|>", found.token_to_id("<|begin_of_text|>"))
+    begun = hf.processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[first])
+    found.post_processor = hf.processors.Sequence([hf.processors.ByteLevel(trim_offsets=True), begun])
     return found
 
 
@@ -216,9 +197,8 @@ def test_a_tiktoken_file_gives_the_ids_of_tiktoken(
 ) -> None:
     ranks, settings = write_tiktoken(tmp_path / "v.tiktoken", size, trained_merges()), published[size]
     ours = open_tokenizer(tmp_path / "v.tiktoken")
-    theirs = tiktoken.Encoding(
-        "theirs", pat_str=settings["pat_str"], mergeable_ranks=ranks, special_tokens=settings["special_tokens"]
-    )
+    how = {"pat_str": settings["pat_str"], "special_tokens": settings["special_tokens"]}
+    theirs = tiktoken.Encoding("theirs", mergeable_ranks=ranks, **how)
     assert ours.bos == settings["special_tokens"]["<|endoftext|>"] and not ours.notes
     assert [ours.encode(text) for text in TEXTS] == theirs.encode_ordinary_batch(TEXTS)
 
