@@ -81,13 +81,12 @@ def train(state: TrainState, recipe: Resolved, first: int, last: int) -> list[fl
 
 @dataclass(frozen=True)
 class Trained:
-    """One uninterrupted run: the weights before; what a checkpoint holds at half; `snapshot` and the tensors of a
-    checkpoint after; the losses."""
+    """One uninterrupted run."""
 
-    before: dict[str, torch.Tensor]
-    half: tuple[dict[str, torch.Tensor], str]
-    after: dict[str, torch.Tensor]
-    saved: dict[str, torch.Tensor]
+    before: dict[str, torch.Tensor]  # weights
+    half: tuple[dict[str, torch.Tensor], str]  # what a checkpoint holds
+    after: dict[str, torch.Tensor]  # `snapshot`
+    saved: dict[str, torch.Tensor]  # the tensors of a checkpoint after
     losses: list[float]
 
 

@@ -29,20 +29,8 @@ from quern.recipe import Resolved
 from quern.resolve import resolve
 from quern.train.state import build_model
 from quern.train.step import train_step
-from tests.contracts.idea import (
-    EXPERIMENTS,
-    TOKENS,
-    apart_on_ranks,
-    batches_of,
-    first_with_its_code,
-    idea_files,
-    own_initial_values,
-    read,
-    resumed_apart,
-    state_of,
-    toy,
-    trained,
-)
+from tests.contracts import idea
+from tests.contracts.idea import EXPERIMENTS, batches_of, first_with_its_code, idea_files, read, state_of, toy, trained
 from tests.support.batches import token_hash
 from tests.support.ranks import Ranks
 from tests.support.toy_training import CPU
@@ -167,9 +155,10 @@ def test_further_tokens_weigh_what_they_do_in_the_log(progress: float, weights: 
 def test_the_rates_of_a_growing_batch_are_the_baselines_at_its_size() -> None:
     recipe = replace(read("growing_batch"), train=replace(toy("growing_batch").train, steps=9))
     ours, baseline = (one.make_schedule(recipe.train) for one in (recipe, read("baseline")))
-    batches = batches_of(replace(toy("growing_batch"), train=recipe.train))
+    batches, counted = batches_of(replace(toy("growing_batch"), train=recipe.train)), list[int]()
     for step in range(9):
         rows = len(batches.batch(step).tokens)
+        counted.append(rows * 2 // batches.batch_rows)
         sized = replace(toy("baseline"), depth=2, optim=read("baseline").optim)
         steady, grown = (
             resolve(replace(sized, train=replace(sized.train, batch_tokens=tokens))).optim.lr_scale
@@ -179,9 +168,7 @@ def test_the_rates_of_a_growing_batch_are_the_baselines_at_its_size() -> None:
         expected, found = grown / steady, ours(step)
         assert found.lr / baseline(step).lr == pytest.approx(expected)
         assert found.groups and found.groups["head"] * expected == pytest.approx(expected**0.5)
-    assert [len(batches.batch(step).tokens) * 2 // batches.batch_rows for step in range(9)] == [1] * 3 + [2] * 3 + [
-        3
-    ] * 3
+    assert counted == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 @pytest.mark.parametrize("name", ["bigram", "bigram_early"])
@@ -194,7 +181,7 @@ def test_pairs_have_the_logs_hash(name: str) -> None:
 
 @pytest.mark.parametrize("name", idea_files())
 def test_saved_and_loaded_it_goes_on_bit_for_bit(name: str) -> None:
-    assert resumed_apart(first_with_its_code(name)) == []
+    assert idea.resumed_apart(first_with_its_code(name)) == []
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -202,8 +189,7 @@ def test_two_ranks_are_one(part: int, ranks: Ranks, tmp_path: Path) -> None:
     names = sorted({first_with_its_code(name) for name in idea_files()})[part::PARTS]
     for name in names:
         torch.save(trained(name).saved, tmp_path / name)
-    function = f"{apart_on_ranks.__module__}:{apart_on_ranks.__name__}"
-    for found in ranks(2, function, names=names, folder=str(tmp_path)):
+    for found in ranks(2, f"{idea.__name__}:apart_on_ranks", names=names, folder=str(tmp_path)):
         assert {name: apart for name, apart in found.items() if isinstance(apart, str) or apart > 1e-5} == {}
 
 
@@ -214,7 +200,7 @@ def test_the_other_weights_start_as_in_the_baseline(name: str) -> None:
     shared = [key for key, p in ours.items() if key in theirs and p.shape == theirs[key].shape]
     assert "embedding.weight" in shared
     changed = {key for key in shared if not torch.equal(ours[key], theirs[key])}
-    patterns = own_initial_values(name)
+    patterns = idea.own_initial_values(name)
     assert [key for key in changed if not any(fnmatchcase(key, pattern) for pattern in patterns)] == []
     assert [pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key in changed)] == []
     narrow = initialised(toy(name).make_model, toy(name).model, torch.bfloat16)  # as a study starts a model again
@@ -222,9 +208,7 @@ def test_the_other_weights_start_as_in_the_baseline(name: str) -> None:
 
 
 @cache
-def initialised(
-    make_model: Callable[..., Any], shape: Any, dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
+def initialised(make_model: Any, shape: Any, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     model = make_model(shape).to(dtype)
     model.initialize(3)
     return {name: p.detach() for name, p in model.named_parameters()}
@@ -257,7 +241,7 @@ def test_a_lookback_that_is_not_declared_is_refused() -> None:
 def flops_apart(recipe: Resolved) -> float:
     """Largest relative difference to a real pass: products by torch's counter, attention by a dense mask."""
     model, batch = build_model(recipe, CPU, recipe.seed), batches_of(replace(recipe, make_batches=None)).batch(0)
-    model.read_vocabulary(TOKENS)
+    model.read_vocabulary(idea.TOKENS)
     tokens, targets = (torch.from_numpy(array).long() for array in (batch.tokens, batch.targets))
     seen, progress = Seen(), 0.1  # further losses end later in a run
     with FlopCounterMode(display=False) as real:

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from quern.data.loader import Batch, Loader, StreamLoader
 from quern.data.packing import METHODS, Packing, pack, windows
 from quern.data.shards import Corpus
 from quern.process import start
+from tests.support.batches import sized
 from tests.support.memory_corpus import memory_corpus
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=80)
@@ -22,8 +24,7 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=80)
 
 def rows_of(packing: Packing) -> list[list[tuple[int, int]]]:
     pairs = list(zip(packing.document.tolist(), packing.length.tolist(), strict=True))
-    ends = packing.row_offsets.tolist()
-    return [pairs[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [pairs[a:b] for a, b in pairwise(packing.row_offsets.tolist())]
 
 
 def naive_best_fit(
@@ -93,19 +94,13 @@ def test_equals_the_naive_packer(lengths, row_tokens, buffer):
         assert rows_of(pack(np.array(lengths, dtype=np.int64), row_tokens, method, buffer)) == rows, method
 
 
-def places_of(packing: Packing) -> list[list[tuple[int, list[int]]]]:
-    starts = iter(packing.start.tolist())
-    return [
-        [(i, [0, *range(start + 1, start + n)]) for (i, n), start in zip(row, starts, strict=False)]
-        for row in rows_of(packing)
-    ]
-
-
 @given(LENGTHS, st.integers(2, 30), st.integers(1, 20))
 def test_kept_tails_equal_the_naive_packer_and_lose_nothing(lengths, row_tokens, buffer):
     packing = pack(np.array(lengths, dtype=np.int64), row_tokens, "best-fit", buffer, keep_tails=True)
     rows = naive_best_fit(lengths, row_tokens, buffer, keep_tails=True)
-    assert places_of(packing) == rows
+    starts = iter(packing.start.tolist())
+    found = [[(i, n, next(starts)) for i, n in row] for row in rows_of(packing)]
+    assert [[(i, [0, *range(start + 1, start + n)]) for i, n, start in row] for row in found] == rows
     held = sorted((i, place) for row in rows for i, places in row for place in places if place)
     assert held == [(i, place) for i, n in enumerate(lengths) for place in range(1, min(n, row_tokens))]
     assert all(sum(len(places) for _, places in row) == row_tokens for row in rows[:-1])
@@ -127,11 +122,6 @@ def corpus_of(lengths: list[int], masks: list[list[bool]] | None = None) -> Corp
     return memory_corpus([document(i, n) for i, n in enumerate(lengths)], masks)
 
 
-def sized(chunk_documents: int, buffer: int = 1000) -> type[Loader]:
-    """A loader with smaller chunks and buffer."""
-    return type("Sized", (Loader,), {"chunk_documents": chunk_documents, "buffer": buffer})
-
-
 def random_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(2, longest, count).tolist()
 
@@ -139,7 +129,7 @@ def random_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
 def parts(row: list[int]) -> list[list[int]]:
     """The row split before each BOS."""
     starts = [i for i, token in enumerate(row) if token == BOS] + [len(row)]
-    return [row[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    return [row[a:b] for a, b in pairwise(starts)]
 
 
 def full_rows(loader: Loader) -> list[tuple[list[int], list[bool]]]:
@@ -347,13 +337,6 @@ def test_windows_honour_masks():
 # --- prefetch ---
 
 
-class Breaking(Loader):
-    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        if step == 3:
-            raise OSError("the disk went away")
-        return super().batch(step, rank, ranks)
-
-
 def prefetching() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("prefetch")]
 
@@ -369,6 +352,12 @@ def test_prefetch_equals_the_plain_loop():
 
 @pytest.mark.timeout(30)
 def test_a_failing_reader_raises_in_the_consumer_at_its_step():
+    class Breaking(Loader):
+        def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+            if step == 3:
+                raise OSError("the disk went away")
+            return super().batch(step, rank, ranks)
+
     batches = prefetch(Breaking(corpus_of([9, 9]), 8, 2), 0, 9)
     for _ in range(3):
         next(batches)

@@ -1,7 +1,5 @@
 """A sweep of a fake trainer, which may kill itself. A result is a pure function of the recipe's fields and the seed."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -66,8 +66,7 @@ def plain(train: list[Batch], val: list[Batch], order: int) -> float:
 
 def _context(history: tuple[int, ...], n: int) -> tuple[int | None, ...]:
     """The last n tokens; None where there are fewer."""
-    padded = (*[None] * n, *history)
-    return padded[len(padded) - n :]
+    return (*[None] * n, *history)[len(history) :]
 
 
 def test_equals_a_plain_dictionary() -> None:
@@ -79,9 +78,8 @@ def test_equals_a_plain_dictionary() -> None:
 def test_what_is_masked_counts_nothing() -> None:
     val = list(windows(corpus(7, 20), 16, rows=4))
     masked = [replace(batch, mask=np.zeros_like(batch.mask)) for batch in batches()]
-    assert ngram_bits([*batches(), *masked], [*val, replace(val[0], mask=np.zeros_like(val[0].mask))], SIZES, BOS) == (
-        ngram_bits(batches(), val, SIZES, BOS)
-    )
+    more = [*val, replace(val[0], mask=np.zeros_like(val[0].mask))]
+    assert ngram_bits([*batches(), *masked], more, SIZES, BOS) == ngram_bits(batches(), val, SIZES, BOS)
     with pytest.raises(ValueError, match="n-grams need targets"):
         ngram_bits(masked, val, SIZES, BOS)
 

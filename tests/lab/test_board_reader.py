@@ -132,8 +132,9 @@ SLOW = [{"step": at, "seconds": 300.0 * at, name: 2.0} for at, name in ((1, "los
     ],
 )
 def test_statuses(tmp_path: Path, events: list[dict[str, Any]], age: float, status: str) -> None:
-    slow = "".join(json.dumps(row) + "\n" for row in SLOW)
-    folder = write_run(tmp_path, "a", *((slow, [START]) if events is SLOW else ("".join(lines(200)), events)))
+    folder = write_run(tmp_path, "a", "".join(lines(200)), [START] if events is SLOW else events)
+    if events is SLOW:
+        write_rows(folder / "metrics.jsonl", SLOW)
     for name in ("metrics.jsonl", "events.jsonl"):
         os.utime(folder / name, (time.time() - age, time.time() - age))
     [run] = Board(tmp_path).listing()["runs"]
@@ -143,18 +144,15 @@ def test_statuses(tmp_path: Path, events: list[dict[str, Any]], age: float, stat
 
 def test_damage_does_not_hide_the_other_runs(tmp_path: Path) -> None:
     write_run(tmp_path, "good", "".join(lines(100)))
-    bad = write_run(
-        tmp_path,
-        "bad",
-        '{"step": 10, "loss": NaN}\n{"st\nnull\n{"step": "x", "loss": 1e999}\n{"step": 30, "loss": 2.0}\n',
-    )
+    damaged = '{"step": 10, "loss": NaN}\n{"st\nnull\n{"step": "x", "loss": 1e999}\n{"step": 30, "loss": 2.0}\n'
+    bad = write_run(tmp_path, "bad", damaged)
     (bad / "recipe.json").write_text("{")
     (bad / "events.jsonl").write_bytes(b'\xff\n{"kind": "finish"}\n[]\n')
     board = Board(tmp_path)
     listing = board.listing()
     json.dumps(listing, allow_nan=False)
-    assert {run["run"]: run["damaged"] for run in listing["runs"]} == {"good": 0, "bad": 2}
-    assert {run["run"]: run["status"] for run in listing["runs"]} == {"good": "running", "bad": "finished"}
+    told = {run["run"]: (run["damaged"], run["status"]) for run in listing["runs"]}
+    assert told == {"good": (0, "running"), "bad": (2, "finished")}
     found = ask(board, "bad/pretrain", "good/pretrain", "no/such", "../../etc")
     assert (found["bad/pretrain"]["x"], found["bad/pretrain"]["y"]) == ([30], [2.0])
     assert set(found) == {"bad/pretrain", "good/pretrain"} and len(found["good/pretrain"]["x"]) == 10
@@ -162,11 +160,8 @@ def test_damage_does_not_hide_the_other_runs(tmp_path: Path) -> None:
 
 def trial(arm: str, seed: int, bpb: float | None) -> dict[str, Any]:
     curve = [{"step": s, "tokens": 10 * s, "flops": 1e3 * s, "seconds": s / 4, "bpb": 1 + 1 / s} for s in (1, 2, 4)]
-    return {"recipe": arm, "steps": 4, "seed": seed, "data_seed": seed, "tokens": 40, "flops": 4e3, "seconds": 1.0} | {
-        "bpb": bpb,
-        "tokens_per_second": 40.0,
-        "curve": curve,
-    }
+    line = {"recipe": arm, "steps": 4, "seed": seed, "data_seed": seed, "tokens": 40, "flops": 4e3, "seconds": 1.0}
+    return line | {"bpb": bpb, "tokens_per_second": 40.0, "curve": curve}
 
 
 LINES = {
@@ -236,11 +231,8 @@ def test_a_study(tmp_path: Path) -> None:
     assert listing["studies"] == ["night"] and listing["registered"] == plan
     assert listing["kinds"] == {"night": "Study"}, "one size has a second rung too"
     assert listing["constant"] == {"depth": 4, "train.steps": 4}
-    assert [(run["run"], run["status"], run["recipe"]["seed"]) for run in listing["runs"]] == [
-        ("gpt", "finished", 0),
-        ("gpt", "finished", 1),
-        ("idea", "diverged", 0),
-    ]
+    runs = [(run["run"], run["status"], run["recipe"]["seed"]) for run in listing["runs"]]
+    assert runs == [("gpt", "finished", 0), ("gpt", "finished", 1), ("idea", "diverged", 0)]
     assert listing["runs"][2]["recipe"] == {"optim.lr": 0.2, "arm": "idea", "seed": 0, "data_seed": 0}
     verdicts[2] |= {"low": -0.2, "high": None}  # of an earlier version
     assert listing["verdicts"] == verdicts

@@ -27,12 +27,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 def ask(server: Server, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
-    connection.putrequest("GET" if body is None else "POST", path, skip_host="Host" in headers)
-    for name, value in headers.items():
-        connection.putheader(name.replace("_", "-"), value)
-    if body is not None and "Content_Length" not in headers:
-        connection.putheader("Content-Length", str(len(body)))
-    connection.endheaders(body)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request("GET" if body is None else "POST", path, body, named)
     answer = connection.getresponse()
     content = answer.read()
     connection.close()
@@ -81,10 +77,8 @@ def test_connections_that_come_at_once_wait_their_turn(tmp_path: Path) -> None:
 
 
 def test_no_other_path_is_opened(server: Server) -> None:
-    paths = "/../secret.json /%2e%2e/secret.json /vendor/../../server.py /runs/a/pretrain/metrics.jsonl //etc/passwd "
-    paths += (
-        "/api/list?study=../../secret.json /api/list?study=%2e%2e /board.js/ /report/a /report/..%2f..%2fsecret.json"
-    )
+    paths = """/../secret.json /%2e%2e/secret.json /vendor/../../server.py /runs/a/pretrain/metrics.jsonl //etc/passwd
+     /api/list?study=../../secret.json /api/list?study=%2e%2e /board.js/ /report/a /report/..%2f..%2fsecret.json"""
     for path in paths.split():
         status, answer, _ = ask(server, path)
         assert status == 404 and "secret" not in json.dumps(answer), path

@@ -156,12 +156,11 @@ def test_a_prediction_is_the_minimum_along_the_budget(kappa: float, gamma: float
     found = fit(TRUE.loss(N, D), flops=kappa * N**gamma * D)
     assert (found.kappa, found.gamma) == (pytest.approx(kappa), pytest.approx(gamma))
     predicted = found.predict(1e20)
-    oracle: Any = optimize.minimize_scalar(
-        lambda log_n: TRUE.loss(np.exp(log_n), 1e20 / (kappa * np.exp(gamma * log_n))).item(),
-        bounds=(10, 30),
-        method="bounded",
-        options={"xatol": 1e-9},
-    )
+
+    def loss(log_n: float) -> float:
+        return TRUE.loss(np.exp(log_n), 1e20 / (kappa * np.exp(gamma * log_n))).item()
+
+    oracle: Any = optimize.minimize_scalar(loss, bounds=(10, 30), method="bounded", options={"xatol": 1e-9})
     tokens = 1e20 / (kappa * np.exp(gamma * oracle.x))
     values = [predicted[name].value for name in ("parameters", "tokens", "loss")]
     assert values == pytest.approx([np.exp(oracle.x), tokens, oracle.fun], rel=1e-3)
@@ -188,9 +187,8 @@ def test_few_runs_are_refused() -> None:
     reason = "the fit needs 8 different runs, of 3 sizes and 3 numbers of tokens: there are"
     assert fit(TRUE.loss(N, D), slice(7)).refusal == f"{reason} 7, of 7 and 7"
     about: Any = {"budget": np.ones(9), "flops": np.ones(9), "labels": ["run"] * 9}
-    assert (
-        fit_surface(np.full(9, 1e6), np.arange(1, 10), np.arange(1, 10), **about).refusal == f"{reason} 9, of 1 and 9"
-    )
+    one_size = fit_surface(np.full(9, 1e6), np.arange(1, 10), np.arange(1, 10), **about)
+    assert one_size.refusal == f"{reason} 9, of 1 and 9"
     assert fit_surface([], [], [], budget=[], flops=[], labels=[]).refusal
 
 

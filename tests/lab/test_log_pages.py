@@ -15,7 +15,7 @@ from quern.lab.log import pages
 from quern.lab.log.comparison import ComparisonPage
 from quern.lab.log.pages import Page, Verdict
 from quern.lab.log.publish import _public_command, idea_files, run
-from quern.lab.options import LogOptions, SweepOptions
+from quern.lab.options import LogOptions
 from quern.lab.search.sweep import run as run_sweep
 from quern.lab.study import start_facts
 from quern.recipe import Recipe
@@ -38,13 +38,11 @@ def publish(out: Path, project: Path, name: str) -> tuple[str, dict[Path, str]]:
     return files[project / "docs" / "experiments" / f"{name}.md"], files
 
 
-def swept(
-    folder: Path, trainer: SweepTrainer | None = None, **changed: Any
-) -> tuple[SweepOptions, str, dict[Path, str]]:
-    """Runs a sweep and publishes it; returns its options, and as `publish`."""
+def swept(folder: Path, trainer: SweepTrainer | None = None, **changed: Any) -> tuple[Path, str, dict[Path, str]]:
+    """Runs a sweep and publishes it; returns its folder, and as `publish`."""
     given = test_sweep.options(folder / "out", **changed)
-    run_sweep(given, lambda line: None, trainer or SweepTrainer(), facts=start_facts(CPU, "quern lab sweep"))
-    return given, *publish(folder / "out", folder / "project", "s")
+    run_sweep(given, lambda line: None, trainer or SweepTrainer(), facts=test_sweep.FACTS)
+    return given.folder, *publish(folder / "out", folder / "project", "s")
 
 
 def texts(project: Path) -> dict[Path, str]:
@@ -80,15 +78,15 @@ def test_a_scaling_study_has_a_page_with_its_laws(tmp_path: Path) -> None:
 
 
 def test_a_sweep_has_a_page_with_its_best_trials(tmp_path: Path) -> None:
-    given, page, files = swept(tmp_path, trials=24)
-    results = json.loads((given.folder / "results.json").read_text(encoding="utf-8"))
+    folder, page, files = swept(tmp_path, trials=24)
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     best = results["best"]
     rows = [line for line in page.splitlines() if line.startswith(f"| {best['trial']} |")]
     assert len(rows) == 1 and f"| {best['bpb']:.4f} |" in rows[0]
     assert "24 trials" in page and "](s-pairs.svg)" in page and "against the recipe's own values" in page
     assert f"{best['bpb']:.4f} bits per byte" in files[tmp_path / "project" / "experiments" / "LOG.md"]
     damaged = json.dumps({name: value for name, value in results.items() if name != "plan"})
-    (given.folder / "results.json").write_text(damaged, encoding="utf-8")
+    (folder / "results.json").write_text(damaged, encoding="utf-8")
     with pytest.raises(ValueError, match="lab/s is damaged .KeyError.'plan'"):
         publish(tmp_path / "out", tmp_path / "project", "s")
     assert texts(tmp_path / "project") == files
@@ -105,9 +103,8 @@ def test_a_published_command_names_files_of_the_project(tmp_path: Path) -> None:
     file.parent.mkdir(parents=True)
     file.touch()
     for given in (str(file), "own.py", "deep/own.py", "experiments/deep/own.py"):
-        assert _public_command(f"quern lab compare {given} --data=/a/b.txt", tmp_path) == (
-            "quern lab compare experiments/deep/own.py --data=b.txt"
-        )
+        public = _public_command(f"quern lab compare {given} --data=/a/b.txt", tmp_path)
+        assert public == "quern lab compare experiments/deep/own.py --data=b.txt"
     assert _public_command("quern lab compare /a/other.py", tmp_path) == "quern lab compare other.py"
 
 

@@ -1,7 +1,5 @@
 """Search spaces: what entries mean, and what is refused with which message."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -115,7 +113,6 @@ def test_the_edge_of_a_range(entry: str, value: object, edge: str | None) -> Non
 
 def test_the_recipes_own_values_are_a_point_if_they_are_in_the_space() -> None:
     recipe: Recipe = resolve(replace(RECIPE, train=replace(RECIPE.train, steps=10, batch_tokens=4096)))
-
     for entry, value in (
         ("optim.matrix-lr=0.01..0.1:log", 0.02),
         ("train.batch-tokens=4096,8192", 4096),

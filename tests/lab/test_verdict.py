@@ -68,9 +68,7 @@ def test_one_idea_has_scipys_paired_t() -> None:
     score = float(critical(0.05, 8)) * (6 / 8) ** (verdict.SHAPE - 0.5)
     level = 2 * stats.norm.sf(score)
     half = stats.t.isf(level / 2, 4) * stats.sem(differences)  # one degree is for the looks
-    assert found.difference == pytest.approx(differences.mean()) and found.error == pytest.approx(
-        stats.sem(differences)
-    )
+    assert (found.difference, found.error) == pytest.approx((differences.mean(), stats.sem(differences)))
     assert found.interval == pytest.approx((found.difference - half, found.difference + half))
     assert found.degrees == pytest.approx(4)
     unbiased = math.exp((math.log(5 / 2) - special.digamma(5 / 2)) / 2)  # the mean of ln s² is below ln σ²

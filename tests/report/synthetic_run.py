@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from quern.eval.score import interval
+from tests.support.rows import write_rows
 
 RECIPE = {
     "schema": 1,
@@ -57,12 +57,8 @@ QUESTION = [
     {"role": "system", "content": "You are the miller's helper. Use the calculator for sums."},
     {"role": "user", "content": "Mira has 27 pears and picks 48 more. How many has she now?"},
 ]
-PARTS = [
-    {"type": "text", "text": "Let me add them. "},
-    {"type": "tool", "text": "27+48"},
-    {"type": "output", "text": "75"},
-    {"type": "text", "text": "Mira has 75 pears now."},
-]
+ADDED = ("text", "Let me add them. "), ("tool", "27+48"), ("output", "75"), ("text", "Mira has 75 pears now.")
+PARTS = [{"type": kind, "text": text} for kind, text in ADDED]
 TALK = [
     {"role": "user", "content": "Who are you?"},
     {"role": "assistant", "content": "I am quern, a small model that grew up in a little world."},
@@ -82,10 +78,11 @@ def write_run(folder: Path) -> Path:
     _stage(folder / "pretrain", steps=1500, start=9.01, end=1.42, val=True)
     _stage(folder / "sft", steps=300, start=1.9, end=0.31, val=False)
     (folder / "run.json").write_text(json.dumps(RUN), encoding="utf-8")
-    lines(folder / "evaluate.jsonl", _scores())
+    write_rows(folder / "evaluate.jsonl", _scores())
     talks = ([*QUESTION, {"role": "assistant", "content": PARTS}], TALK)
     told = ({"stage": "pretrain", "kind": "completion", "prompt": prompt, "text": text} for prompt, text in CONTINUED)
-    lines(folder / "samples.jsonl", [*told, *({"stage": "sft", "kind": "chat", "messages": talk} for talk in talks)])
+    chats = ({"stage": "sft", "kind": "chat", "messages": talk} for talk in talks)
+    write_rows(folder / "samples.jsonl", [*told, *chats])
     return folder
 
 
@@ -100,7 +97,7 @@ def add_rl(folder: Path) -> None:
         if step % 10 == 0:
             passed = {"val_pass_1": 0.3 + 0.4 * share, "val_pass_4": 0.6 + 0.3 * share}
             metrics.append({"step": step, "val_kl": 0.02 * share, "val_pass_1/<b>sums": 0.4} | passed)
-    lines(folder / "rl" / "metrics.jsonl", metrics)
+    write_rows(folder / "rl" / "metrics.jsonl", metrics)
     (folder / "rl" / "recipe.json").write_text(json.dumps(RECIPE), encoding="utf-8")
     found = _scores()
     for line in [line for line in found if line["stage"] == "sft" and line["metric"] == "accuracy"]:
@@ -110,17 +107,11 @@ def add_rl(folder: Path) -> None:
         found.append(mean | {"task": "CORE v2", "value": core, "low": core - 0.01, "high": core + 0.01})
         if stage != "pretrain":
             found.append(mean | {"task": "ChatCORE", "value": core + 0.1, "low": core + 0.08, "high": core + 0.12})
-            found.append(
-                mean | {"task": "chat/humaneval", "metric": "pass@10", "value": 0.07, "low": None, "high": None}
-            )
+            code = {"task": "chat/humaneval", "metric": "pass@10", "value": 0.07, "low": None, "high": None}
+            found.append(mean | code)
         for kind in ("train", "validation/stories", "validation/spelling") if text else ():
             found.append({"stage": stage, "task": kind, "metric": "bpb", "value": text, "count": 90_000, "chance": 3.3})
-    lines(folder / "evaluate.jsonl", found)
-
-
-def lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    write_rows(folder / "evaluate.jsonl", found)
 
 
 def _stage(folder: Path, steps: int, start: float, end: float, val: bool) -> None:
@@ -132,7 +123,7 @@ def _stage(folder: Path, steps: int, start: float, end: float, val: bool) -> Non
         metrics.append(counts | speed | {"loss": loss, "lr_multiplier": 1 - share, "grad_norm": 1 - share})
         if val and step % 150 == 0:
             metrics.append(counts | {"val_loss": loss + 0.05, "val_bpb": (loss + 0.05) / 2.7})
-    lines(folder / "metrics.jsonl", metrics)
+    write_rows(folder / "metrics.jsonl", metrics)
     (folder / "recipe.json").write_text(json.dumps(RECIPE), encoding="utf-8")
     happened = [("start", 0), ("compile", 0), *(("save", 150 * number) for number in range(1, 5))]
     happened += [("skip", 655), ("stop", 730), ("resume", 730)] if val else []
@@ -141,7 +132,7 @@ def _stage(folder: Path, steps: int, start: float, end: float, val: bool) -> Non
         | ({"reason": REASONS[kind]} if kind in REASONS else {})
         for minute, (kind, step) in enumerate([*happened, ("finish", steps)])
     ]
-    lines(folder / "events.jsonl", events)
+    write_rows(folder / "events.jsonl", events)
 
 
 def _scores() -> list[dict[str, Any]]:

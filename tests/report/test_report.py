@@ -14,7 +14,8 @@ from quern.report.records import duration, human, human_bytes, human_flops, numb
 from quern.runs.run_dir import RunDir
 from quern.stages.run_all import sample_chat
 from quern.terminal import CONTROL
-from tests.report.synthetic_run import lines, write_run
+from tests.report.synthetic_run import write_run
+from tests.support.rows import write_rows
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -74,9 +75,8 @@ def test_everything_is_there(full):
     assert page.tags.count("svg") == 8 + 6
     row = "| tinyworld/facts | 200 questions · guessing 8.0% | 0% (0–1) | 21% (15–27) | 91% (87–95) |"
     assert row in markdown.replace("\\", "")
-    assert (
-        page.text.index("Training curves") < page.text.index("Odo is a heron.") < page.text.index("attention windows")
-    )
+    places = [page.text.index(part) for part in ("Training curves", "Odo is a heron.", "attention windows")]
+    assert places == sorted(places)
 
 
 def test_the_page_needs_nothing_from_outside_and_runs_nothing(full):
@@ -114,7 +114,7 @@ def hostile_run(folder: Path) -> Path:
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(run), encoding="utf-8")
     part = [{"type": kind, "text": evil} for kind in ("text", "tool", "output", evil)]
-    lines(
+    write_rows(
         folder / "samples.jsonl",
         [
             {"stage": evil, "kind": "completion", "prompt": evil, "text": evil},
@@ -123,14 +123,14 @@ def hostile_run(folder: Path) -> Path:
             {"stage": "sft", "kind": "chat", "messages": evil},
         ],
     )
-    lines(
+    write_rows(
         folder / "evaluate.jsonl",
         [
             {"stage": evil, "task": evil, "metric": evil, "value": 0.5, "prompt_hash": evil, "shots": evil},
             {"stage": "sft", "task": evil, "metric": "accuracy", "value": 0.5, "low": evil, "count": evil},
         ],
     )
-    lines(folder / "pretrain" / "events.jsonl", [{"kind": evil, "time": evil, "step": evil, evil: evil}])
+    write_rows(folder / "pretrain" / "events.jsonl", [{"kind": evil, "time": evil, "step": evil, evil: evil}])
     return folder
 
 
@@ -176,13 +176,13 @@ def test_a_torn_end_is_left_out_and_a_damaged_record_is_named(tmp_path):
 
 def test_rewards_below_zero_are_in_the_plot(tmp_path):
     rewards = [{"step": step, "reward": -0.8 + 0.06 * step} for step in range(11)]
-    lines(tmp_path / "rl" / "metrics.jsonl", rewards)
+    write_rows(tmp_path / "rl" / "metrics.jsonl", rewards)
     assert "-0.75" in report(tmp_path)[1].text.split()  # at the axis
 
 
 def test_a_run_of_the_twin_shows_its_settings(tmp_path):
     folder = tmp_path / "twin" / "grug"
-    lines(folder / "metrics.jsonl", [{"step": 2, "tokens": 40, "loss": 3.0}])
+    write_rows(folder / "metrics.jsonl", [{"step": 2, "tokens": 40, "loss": 3.0}])
     (folder / "recipe.json").write_text(json.dumps({"train": {"batch_tokens": 4096}}), encoding="utf-8")
     markdown, _ = report(folder.parent)
     assert "Pretraining in JAX" in markdown and "batch: **4,096 tokens**" in markdown
@@ -192,23 +192,23 @@ def test_odd_numbers_do_not_break_the_curves(tmp_path):
     records = [{"step": step, "loss": value, "lr_multiplier": 1} for step, value in enumerate(
         [math.nan, 9.0, None, math.inf, "x", 10**400, True, 3.0, 3.0], start=1
     )]  # fmt: skip
-    lines(tmp_path / "pretrain" / "metrics.jsonl", [*records, {"step": None, "val_bpb": 1.0}])
+    write_rows(tmp_path / "pretrain" / "metrics.jsonl", [*records, {"step": None, "val_bpb": 1.0}])
     report(tmp_path)
     assert read_run(tmp_path).stages[0].column("loss") == ([2.0, 8.0, 9.0], [9.0, 3.0, 3.0])
     flat = [{"step": step, "loss": 0.0, "val_bpb": 2.0, "seconds": 0.0, "tokens": 0} for step in range(3)]
-    lines(tmp_path / "sft" / "metrics.jsonl", flat)
+    write_rows(tmp_path / "sft" / "metrics.jsonl", flat)
     report(tmp_path)
 
 
 def test_only_the_latest_evaluation_and_answer_to_a_prompt_are_shown(tmp_path):
     line = {"stage": "sft", "task": "t", "metric": "accuracy", "value": 0.25, "count": 8}
-    lines(tmp_path / "evaluate.jsonl", [line, line | {"value": 0.75}])
+    write_rows(tmp_path / "evaluate.jsonl", [line, line | {"value": 0.75}])
     asked = {"role": "user", "content": "Who are you?"}
     samples = [
         {"stage": "sft", "kind": "chat", "messages": [asked, {"role": "assistant", "content": answer}]}
         for answer in ("An older answer.", "A newer answer.")
     ]
-    lines(tmp_path / "samples.jsonl", [*samples, samples[1] | {"stage": "pretrain"}, {"messages": [1]}])
+    write_rows(tmp_path / "samples.jsonl", [*samples, samples[1] | {"stage": "pretrain"}, {"messages": [1]}])
     markdown, page = report(tmp_path)
     assert page.text.count("A newer answer.") == 2 and "older" not in page.text
     assert "75%" in markdown and "25%" not in markdown and "75%" in page.text
@@ -219,12 +219,12 @@ def test_how_long_it_was_is_what_was_done_not_what_the_recipe_asked_for(tmp_path
     (folder / "run.json").write_text(json.dumps({"model": {"parameters": {"kaplan": 1000}}}), encoding="utf-8")
     recipe = {"model": {"context": 128}, "train": {"horizon_ratio": 12.0}}
     (folder / "pretrain" / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
-    lines(folder / "pretrain" / "metrics.jsonl", [{"step": 2, "tokens": 40, "loss": 3.0}])
+    write_rows(folder / "pretrain" / "metrics.jsonl", [{"step": 2, "tokens": 40, "loss": 3.0}])
     recipe["sft"] = {"batch_tokens": 1024, "epochs": 2.0, "too_long": "drop"}
     (folder / "sft" / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
-    lines(folder / "sft" / "metrics.jsonl", [{"step": 3, "tokens": 400, "loss": 3.0}])
+    write_rows(folder / "sft" / "metrics.jsonl", [{"step": 3, "tokens": 400, "loss": 3.0}])
     data = {"documents": 250, "documents_without_target": 50, "documents_too_long": 40, "rows": 100, "pieces": 200}
-    lines(folder / "sft" / "events.jsonl", [{"kind": "data", **data}])
+    write_rows(folder / "sft" / "events.jsonl", [{"kind": "data", **data}])
     markdown, page = report(folder)
     # 3 steps of 8 rows with 2 conversations each, of the 200 that can be learned from
     per_parameter = "tokens per parameter of matrices and head: **0.04**"
@@ -237,7 +237,7 @@ def test_how_long_it_was_is_what_was_done_not_what_the_recipe_asked_for(tmp_path
 def test_each_source_of_conversations_has_a_row(tmp_path):
     folder = write_run(tmp_path / "mixed")
     one = {"source": "gsm8k", "repeats": 4.0, "conversations": 29296, "tokens": 5123456, "held_out": 149, "left_out": 0}
-    lines(folder / "sft" / "events.jsonl", [{"kind": "data", "sources": [one, one | {"source": "<b>own"}]}])
+    write_rows(folder / "sft" / "events.jsonl", [{"kind": "data", "sources": [one, one | {"source": "<b>own"}]}])
     markdown, page = report(folder)
     assert "Fine-tuning: conversations of an epoch" in markdown and "| gsm8k | 4 |" in markdown
     assert "5,123,456" in markdown and "gsm8k4" in page.text and "<b>own4" in page.text
@@ -249,7 +249,7 @@ def test_each_source_of_conversations_has_a_row(tmp_path):
 )
 def test_a_model_that_quern_has_not_trained_learned_from_no_data(tmp_path, run, summary):
     (tmp_path / "run.json").write_text(json.dumps(run), encoding="utf-8")
-    lines(tmp_path / "pretrain" / "events.jsonl", [{"kind": "import"}])
+    write_rows(tmp_path / "pretrain" / "events.jsonl", [{"kind": "import"}])
     (tmp_path / "pretrain" / "recipe.json").write_text('{"data": "tinyworld"}', encoding="utf-8")
     markdown, page = report(tmp_path)
     assert summary in markdown and summary in page.text
@@ -258,15 +258,15 @@ def test_a_model_that_quern_has_not_trained_learned_from_no_data(tmp_path, run, 
 def test_a_stage_without_questions_gets_no_column_of_dashes(tmp_path):
     score = {"stage": "sft", "task": "t", "metric": "accuracy", "value": 0.25, "count": 200}
     bpb = {"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.5, "count": 10}
-    lines(tmp_path / "evaluate.jsonl", [bpb, score, score | {"stage": "untrained", "count": 50}])
+    write_rows(tmp_path / "evaluate.jsonl", [bpb, score, score | {"stage": "untrained", "count": 50}])
     _, page = report(tmp_path)
     assert "–" not in page.text[page.text.index("Task") : page.text.index("Evaluation settings")]
     assert "of 50" in page.text
 
 
 def test_only_a_resumption_that_trained_is_marked(tmp_path):
-    lines(tmp_path / "pretrain" / "metrics.jsonl", [{"step": 9, "loss": 1.0}])
-    lines(tmp_path / "pretrain" / "events.jsonl", [{"kind": "resume", "step": step} for step in (4, 9)])
+    write_rows(tmp_path / "pretrain" / "metrics.jsonl", [{"step": 9, "loss": 1.0}])
+    write_rows(tmp_path / "pretrain" / "events.jsonl", [{"kind": "resume", "step": step} for step in (4, 9)])
     assert read_run(tmp_path).stages[0].resumed_at() == [4]
 
 

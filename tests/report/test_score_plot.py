@@ -9,7 +9,8 @@ import pytest
 from quern.report.build import build
 from quern.report.records import read_run
 from quern.report.scores import ScorePlot, score_tables
-from tests.report.synthetic_run import add_rl, lines, write_run
+from tests.report.synthetic_run import add_rl, write_run
+from tests.support.rows import write_rows
 
 
 def plot_of(folder: Path) -> ScorePlot | None:
@@ -31,9 +32,8 @@ def test_base_fine_tuned_and_rl_are_side_by_side(folder: Path) -> None:
     names = [line.split(" | ")[0].removeprefix("| ") for line in table[2:]]
     assert names[0] == "tinyworld/facts" and names[-2:] == ["CORE v2, centred accuracy", "ChatCORE, centred accuracy"]
     assert "| 0% (0–1) | 21% (15–27) | 91% (87–95) | 97% (87–100) |" in text
-    assert (
-        "| CORE v2, centred accuracy | 90,000 questions · worse than guessing | – | 0.05 (0.04 to 0.06) | 0.0" in text
-    )
+    core = "| CORE v2, centred accuracy | 90,000 questions · worse than guessing | – | 0.05 (0.04 to 0.06) | 0.0"
+    assert core in text
     assert "| chat/humaneval, pass@10 | 90,000 questions · guessing 0% | – | – | 7.0% | 7.0% |" in text
     assert "| text | questions and guessing | Untrained | Pretraining | Fine-tuning |" in text
     assert "| train | 90,000 bytes · guessing 3.3 | – | 0.55 | – |" in text
@@ -87,10 +87,11 @@ def test_rl_has_its_curves(folder: Path) -> None:
 
 
 def test_scores_without_questions_have_no_plot_and_odd_values_stay_inside(tmp_path: Path) -> None:
-    lines(tmp_path / "a/evaluate.jsonl", [{"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.0}])
+    score = {"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.0}
+    write_rows(tmp_path / "a/evaluate.jsonl", [score])
     assert plot_of(tmp_path / "a") is None
     odd = {"stage": "x", "task": "t", "metric": "accuracy", "value": 1e300, "low": -7, "high": 9e9, "chance": -5}
-    lines(tmp_path / "b/evaluate.jsonl", [odd])
+    write_rows(tmp_path / "b/evaluate.jsonl", [odd])
     plot = plot_of(tmp_path / "b")
     assert plot is not None and list(map(plot.at, (1e300, -7, 9e9, -5))) == [1.0, 0.0, 1.0, 0.0]
     build(tmp_path / "b")

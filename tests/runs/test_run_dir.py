@@ -175,7 +175,7 @@ def test_each_field_is_refused_or_may_change(name: str) -> None:
 @pytest.mark.parametrize(("stage", "may"), [("pretrain", "optim), train.steps"), ("sft", "sft.lr-share), sft.steps")])
 def test_a_refusal_names_the_flags_of_the_stage_that_may_change(stage: str, may: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"the rates ({may} and what only says")):
-        changes(with_other("seed"), stage=stage)
+        changes(replace(HERE, seed=HERE.seed + 1), stage=stage)
 
 
 def test_pretraining_goes_on_whatever_will_be_asked_of_fine_tuning() -> None:
