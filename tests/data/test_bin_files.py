@@ -94,15 +94,14 @@ def test_files_that_are_no_tokens_are_named(tmp_path: Path) -> None:
     (cut,) = write_bin({"train": corpus_of([[1, 2]])}, tmp_path / "modded", "cut", MODDED_NANOGPT, print)
     cut.write_bytes(cut.read_bytes()[:-2])
     (tmp_path / "odd").write_bytes(b"abc")
-    for path, bos, message in (
-        (good, 50000, "never has id 50,000, which begins documents: name the tokenizer that made it"),
-        (cut, EOT, "cut_train_000001.bin is damaged"),
-        (tmp_path / "odd", EOT, "odd"),
+    for path, bos, size, message in (
+        (good, 50000, 1 << 32, "never has id 50,000, which begins documents: name the tokenizer that made it"),
+        (cut, EOT, 1 << 32, "cut_train_000001.bin is damaged"),
+        (tmp_path / "odd", EOT, 1 << 32, "odd"),
+        (good, 7, EOT, r"train.bin holds id 50,256, outside the vocabulary of 50,256: name the"),
     ):
         with pytest.raises(ValueError, match=message):
-            read_bin(path, bos=bos)
-    with pytest.raises(ValueError, match=r"train.bin holds id 50,256, outside the vocabulary of 50,256: name the"):
-        read_bin(good, bos=7, vocab_size=EOT)
+            read_bin(path, bos=bos, vocab_size=size)
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from quern.data.loader import Loader, StreamLoader
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter, fingerprint, prepared
 from quern.process import resident
+from tests.support.full_disk import limited
 from tests.support.memory_corpus import ids_of, memory_corpus
 
 BOS = 499
@@ -282,17 +283,13 @@ def test_more_shards_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("quern.data.shards.FILES_MAPPED", 16)
     docs = documents(120)
     write(tmp_path, "train", docs, shard_tokens=1)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     open_already = max(map(int, os.listdir("/dev/fd")))  # by other tests of this process
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_already + 100, limits[1]))
-    try:
+    with limited(resource.RLIMIT_NOFILE, open_already + 100):
         corpus = Corpus.open(tmp_path, "train")
         assert ids_of(corpus) == docs
         for loader in (Loader(corpus, 200, 64), StreamLoader(corpus, 200, 64)):
             seen = {int(token) for step in range(loader.steps_per_epoch) for token in loader.batch(step).targets.flat}
             assert seen >= {token for document in docs for token in document[1:]}
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_large_corpus_is_hashed_when_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

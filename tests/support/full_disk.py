@@ -1,16 +1,20 @@
-"""A full disk, for the tests of what a failed write leaves and says."""
+"""A full disk, for the tests of what a failed write leaves and says, and other limits of this process."""
 
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 
 @contextmanager
-def full_disk(most_bytes: int) -> Iterator[None]:
-    """Files may not grow beyond some bytes: a write then fails as on a full disk, with another number."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+def limited(which: int, most: int) -> Iterator[None]:
+    before = resource.getrlimit(which)
+    resource.setrlimit(which, (most, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(which, before)
+
+
+full_disk = partial(limited, resource.RLIMIT_FSIZE)
+"""Files may not grow beyond some bytes: a write then fails as on a full disk, with another number."""
