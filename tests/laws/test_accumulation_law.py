@@ -38,12 +38,9 @@ def ours(state: TrainState, batch: Batch, rows: int) -> torch.Tensor:
     return accumulate(state, send_batch(batch, state.optimizer.mesh, CPU, rows), CPU)
 
 
-Updated = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]
-"""The loss, every gradient, and the weights after one update."""
-
-
 @cache
-def updated(kind: str, rows: int) -> Updated:
+def updated(kind: str, rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The loss, every gradient, and the weights after one update."""
     # Not seed 0: one gradient of its fine-tuning cancels to 1e-11, which Adam's first step makes a whole rate.
     state = toy_state(replace(toy_recipe(), seed=3))
     loss = ours(state, batch_of(kind), rows)
@@ -75,20 +72,15 @@ def test_accumulated_is_whole(kind: str, law: Law) -> None:
 
 def test_the_whole_step_is_the_same(law: Law) -> None:
     """Through `train_step`, with clipping, over three steps: what is reported and where the weights go."""
-    runs = []
-    for rows in (ROWS, 1):
-        state, loader = toy_state(), toy_loader(masked=True)
-        results = [
+    states, loader = (toy_state(), toy_state()), toy_loader(masked=True)
+    for step in range(3):
+        one, many = (
             train_step(state, loader.batch(step), Multipliers(), CPU, micro_batch_rows=rows, clip_norm=0.05)
-            for step in range(3)
-        ]
-        runs.append((results, state))
-    (whole, state), (parts, other) = runs
-    for one, many in zip(whole, parts, strict=True):
-        assert many.loss == pytest.approx(one.loss, rel=BAR)
-        assert many.grad_norm == pytest.approx(one.grad_norm, rel=BAR)
+            for state, rows in zip(states, (ROWS, 1), strict=True)
+        )
+        assert (many.loss, many.grad_norm) == pytest.approx((one.loss, one.grad_norm), rel=BAR)
         assert (many.tokens, many.verdict) == (one.tokens, one.verdict)
-    weights = [torch.cat([p.flatten() for p in s.model.parameters()]) for s in (state, other)]
+    weights = [torch.cat([p.flatten() for p in state.model.parameters()]) for state in states]
     worst = ((weights[1] - weights[0]).norm() / weights[0].norm()).item()
     law("accumulation N = 1: weights after three clipped steps", worst, BAR, "relative, fp32")
 

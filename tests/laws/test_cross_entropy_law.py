@@ -67,8 +67,7 @@ def loss_deviation(
 
 def in_one_dtype(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
     """The definition in the inputs' dtype throughout, as `in_float64`."""
-    logits = cap(x @ weight.T)
-    losses = -logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    losses = torch.nn.functional.cross_entropy(cap(x @ weight.T), targets, reduction="none")
     return (losses * scale.to(losses.dtype)).sum(), losses
 
 
@@ -147,11 +146,7 @@ def test_the_triton_check_can_fail(cap: str, right: str, wrong: str, interpreted
 
 def traced_deviation() -> float:
     """The whole loss traced by the compiler, the operator as one node of its graph; against the same untraced."""
-
-    def path(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
-        return torch.compile(by_triton, backend="aot_eager", fullgraph=True)(x, weight, targets, scale, cap)
-
-    inputs = loss_inputs(70, 37)
+    path, inputs = torch.compile(by_triton, backend="aot_eager", fullgraph=True), loss_inputs(70, 37)
     with warnings.catch_warnings():  # torch 2.13 does so itself when it traces an autograd function
         warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         return deviation(*(loss_with_gradients(one, inputs, CAPS["tanh"]) for one in (path, by_triton)))

@@ -49,29 +49,22 @@ def test_bits_per_byte(model, law):
     law("bits per byte = an independent NumPy scorer's", to_plain, 1e-6, "relative")
 
 
-def choices_scored(model, asked) -> tuple[np.ndarray, list[int]]:
-    """The losses of all choices, and the picks."""
-    made = [choice_example(prompt, continuations, 0, CONTEXT) for prompt, continuations in asked]
-    examples = [one for one in made if one is not None]
-    answers = score_examples(model, examples, CPU, TOKENIZER.vocab_size)
-    nats = [answer.nats(example) for answer, example in zip(answers, examples, strict=True)]
-    return np.concatenate(nats), [int(one.argmin()) for one in nats]
-
-
 def test_multiple_choice(model, law, monkeypatch):
     rng = np.random.default_rng(0)
-    asked = []
+    examples = []
     for _ in range(20):
         prompt = [TOKENIZER.bos, *rng.integers(0, 256, rng.integers(1, 20)).tolist()]
-        asked.append((prompt, [rng.integers(0, 256, rng.integers(1, 5)).tolist() for _ in range(3)]))
-    nats, picks = [], []
+        choices = [rng.integers(0, 256, rng.integers(1, 5)).tolist() for _ in range(3)]
+        examples.append(choice_example(prompt, choices, 0, CONTEXT))
+    scored = []
     for batch_tokens in (8, 100, 8192):
         monkeypatch.setattr(likelihood, "BATCH_TOKENS", batch_tokens)
-        losses, picked = choices_scored(model, asked)
-        nats.append(losses)
-        picks.append(picked)
+        answers = score_examples(model, examples, CPU, TOKENIZER.vocab_size)
+        scored.append([answer.nats(example) for answer, example in zip(answers, examples, strict=True)])
+    nats = [np.concatenate(one) for one in scored]
     deviation = max(float(np.abs(one / nats[0] - 1).max()) for one in nats)
     law("likelihood of a choice at batch 1 = at batch N", deviation, 1e-5, "relative, choices equal")
+    picks = [[int(losses.argmin()) for losses in one] for one in scored]
     assert all(picked == picks[0] for picked in picks)
 
 
@@ -79,14 +72,13 @@ def test_generated_answers(law, monkeypatch):
     engine = Engine(tiny_model(TOKENIZER.vocab_size, 256), TOKENIZER, CPU)
     asked = [item for item in TINYWORLD.items(1, 6) if item.kind in ("facts", "counting")]
     task = replace(TINYWORLD, items=lambda seed, count: asked, max_tokens=24)
-    graded, of_base = [], []
+    found = []
     for rows in BATCHES:
         monkeypatch.setattr("quern.eval.run_task.BATCH_ROWS", rows)
-        graded.append(run_task(engine, task))
-        of_base.append(run_task(engine, task, base=True))
-    equal = all(one == graded[0] for one in graded) and all(one == of_base[0] for one in of_base)
-    assert len({reply.text for reply in graded[0][1]}) > 1 and graded[0][1] != of_base[0][1]
-    law("generated answers at batch 1 = at batch N", equal)
+        found.append([run_task(engine, task, base=base) for base in (False, True)])
+    (_, graded), (_, of_base) = found[0]
+    assert len({reply.text for reply in graded}) > 1 and graded != of_base
+    law("generated answers at batch 1 = at batch N", all(one == found[0] for one in found))
 
 
 def test_a_uniform_model_scores_the_logarithm_of_its_vocabulary(law):

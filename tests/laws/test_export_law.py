@@ -30,18 +30,10 @@ from quern.text.chat import render, render_prompt
 from quern.text.hugging_face import DIALECT, tokenizer_json
 from quern.text.tokenizer import Tokenizer
 from tests.laws.table import Law
-from tests.support.exported import (
-    CHAT,
-    FP32,
-    LLAMAS,
-    exported,
-    load_exported,
-    model_of,
-    modules_in,
-    relative,
-    rounding,
-    toy_recipe,
-)
+from tests.laws.test_tokenizer_law import FIXTURES
+from tests.support.exported import CHAT, LLAMAS, exported, load_exported, model_of, modules_in, relative, rounding
+from tests.support.exported import toy_recipe as recipe_of
+from tests.support.models import CPU as FP32
 from tests.support.toy_engine import toy_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -59,12 +51,10 @@ AGREE = {"llama": "exported Llama = transformers' Llama"} | {kind: f"exported {k
 OVER = {"llama": "odd sizes, grouped queries"} | dict.fromkeys(OURS, "window patterns, longer than window and context")
 Shapes = dict[str, tuple[str, dict[str, Any]]]
 OF_LLAMA: Shapes = {f"llama, {name}": ("llama", shape) for name, shape in LLAMAS.items()}
+AS_ONE_TRAINS = {"depth": 6, "width": 384, "head_dim": 64, "heads": 6, "kv_heads": 6, "mlp_width": 1536}
 SHAPES: Shapes = {
     **OF_LLAMA,
-    "llama, depth 6, as one trains": (
-        "llama",
-        {"depth": 6, "width": 384, "head_dim": 64, "heads": 6, "kv_heads": 6, "mlp_width": 1536},
-    ),
+    "llama, depth 6, as one trains": ("llama", AS_ONE_TRAINS),
     "gpt, SSSL": ("gpt", {"windows": "SSSL"}),
     "gpt, L, one layer": ("gpt", {"windows": "L", "depth": 1}),
     "gpt, S, three layers, keys shared by two": ("gpt", {"windows": "S", "depth": 3, "kv_heads": 2}),
@@ -117,7 +107,7 @@ def deviation(theirs: Any, ours: LanguageModel, lengths: tuple[int, ...]) -> flo
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_are_native(name: str, tmp_path: Path, law: Law) -> None:
     kind, shape = SHAPES[name]
-    recipe = toy_recipe(kind, **shape)
+    recipe = recipe_of(kind, **shape)
     theirs = load_exported(exported(tmp_path, recipe))
     assert theirs.dtype == torch.float32 and isinstance(theirs, transformers.LlamaForCausalLM) == (kind == "llama")
     found = deviation(theirs, model_of(recipe), LENGTHS[kind])
@@ -127,7 +117,7 @@ def test_logits_are_native(name: str, tmp_path: Path, law: Law) -> None:
 @pytest.mark.parametrize("name", OF_GRADIENTS)
 def test_gradients_are_native(name: str, tmp_path: Path, law: Law) -> None:
     kind, shape = OF_GRADIENTS[name]
-    recipe, ids = toy_recipe(kind, **shape), tokens(LENGTHS[kind][-1])
+    recipe, ids = recipe_of(kind, **shape), tokens(LENGTHS[kind][-1])
     theirs, ours = load_exported(exported(tmp_path, recipe)), model_of(recipe)
     loss = theirs(ids, labels=ids).loss
     loss.backward()
@@ -157,7 +147,7 @@ def prompts(kind: str) -> list[list[int]]:
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_generated_is_the_engines(kind: str, tmp_path: Path, law: Law) -> None:
     """With the cache, without it, and all prompts in one batch that is padded on the left."""
-    recipe = toy_recipe(kind)
+    recipe = recipe_of(kind)
     theirs, texts = load_exported(exported(tmp_path, recipe)), prompts(kind)
     replies = Engine(model_of(recipe), toy_tokenizer(), FP32).generate(texts, max_tokens=18, sampling=GREEDY)
     expected = [reply[0].ids for reply in replies]
@@ -178,7 +168,7 @@ def test_generated_is_the_engines(kind: str, tmp_path: Path, law: Law) -> None:
 @torch.no_grad()
 def test_cached_and_padded_is_whole(kind: str, tmp_path: Path, law: Law) -> None:
     """In pieces through the cache, and with padding on either side."""
-    theirs, T = load_exported(exported(tmp_path, toy_recipe(kind))), LENGTHS[kind][-1]
+    theirs, T = load_exported(exported(tmp_path, recipe_of(kind))), LENGTHS[kind][-1]
     ids = tokens(T)
     whole = theirs(ids).logits
     cache, pieces, ends = None, [], (3, 4, T // 2, T - 1, T)
@@ -196,7 +186,7 @@ def test_cached_and_padded_is_whole(kind: str, tmp_path: Path, law: Law) -> None
 
 @pytest.mark.parametrize("kind", OURS)
 def test_bf16_weights_are_the_masters_rounded(kind: str, tmp_path: Path, law: Law) -> None:
-    recipe = toy_recipe(kind)
+    recipe = recipe_of(kind)
     theirs = load_exported(exported(tmp_path, recipe, torch.bfloat16))
     found, masters = theirs.state_dict(), model_of(recipe).state_dict()
     equal = found.keys() == masters.keys() and all(
@@ -213,7 +203,7 @@ def test_bf16_weights_are_the_masters_rounded(kind: str, tmp_path: Path, law: La
 
 
 def test_imported_is_exported_bit_for_bit(tmp_path: Path, law: Law) -> None:
-    recipe = toy_recipe("llama")
+    recipe = recipe_of("llama")
     folder = exported(tmp_path, recipe)
     copy = RunDir(tmp_path / "out", "copy")
     import_hf.run(folder, copy, recipe, stage="pretrain", tokenizer=None, log=lambda line: None)
@@ -232,21 +222,13 @@ def test_what_transformers_saved_is_read_back(dtype: str, kv_heads: int, tied: b
     """A model of theirs, never ours before, in several files, its tokenizer written by their library too."""
     folder = tmp_path / "theirs"
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=toy_tokenizer().vocab_size,
-        hidden_size=48,
-        intermediate_size=76,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
+    shape = {"hidden_size": 48, "intermediate_size": 76, "num_hidden_layers": 3, "num_attention_heads": 4}
+    shape |= {"vocab_size": toy_tokenizer().vocab_size, "num_key_value_heads": kv_heads, "max_position_embeddings": 64}
+    config = transformers.LlamaConfig(**shape, tie_word_embeddings=tied, initializer_range=0.2)
     transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="30KB")
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert (folder / "model.safetensors.index.json").exists()
-    transformers.AutoTokenizer.from_pretrained(exported(tmp_path, toy_recipe("llama"))).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(exported(tmp_path, recipe_of("llama"))).save_pretrained(folder)
     run_dir = RunDir(tmp_path / "out", "theirs")
     import_hf.run(folder, run_dir, RECIPE, stage="pretrain", tokenizer=None, log=lambda line: None)
     loaded = load(run_dir, FP32, print)
@@ -278,7 +260,7 @@ BROKEN = {
 def test_the_law_can_fail(name: str, tmp_path: Path) -> None:
     file, code, broken = BROKEN[name]
     for kind in [name.split(":")[0]] if ":" in name else OURS:
-        recipe = toy_recipe(kind, depth=4)
+        recipe = recipe_of(kind, depth=4)
         folder = exported(tmp_path / kind, recipe)
         text = (folder / file).read_text(encoding="utf-8")
         assert text.count(code) == 1
@@ -292,7 +274,7 @@ def test_the_law_can_fail(name: str, tmp_path: Path) -> None:
 
 def test_the_law_tells_the_layouts_of_rotary_pairs_apart(tmp_path: Path) -> None:
     """Neighbours instead of halves."""
-    recipe = toy_recipe("llama")
+    recipe = recipe_of("llama")
     file = exported(tmp_path, recipe) / "model.safetensors"
     weights = load_file(file)
     for name in [name for name in weights if "q_proj" in name or "k_proj" in name]:
@@ -305,22 +287,16 @@ def test_the_law_tells_the_layouts_of_rotary_pairs_apart(tmp_path: Path) -> None
 # The words --------------------------------------------------------------------------------------------------
 
 ODD_TEXTS = (
-    "",
-    " ",
-    "The miller grinds the grain at dawn, and it's 1234567 o'clock.",
+    *FIXTURES,
     "    indented\n\n\n  twice\t\ttabs \r\n\r\n trailing   ",
-    "don't DON'T we'LL I'm they'ſ '’s",
-    "Grüße aus Köln! Ça va? 你好，世界。 Привет, мир. ١٢٣٤٥ ²³ Ⅻ",
-    "👋🏽 👨‍👩‍👧 é e\u0301 हिन्दी \u200b\u00a0\u2028\u3000\x00\x1f\x85",
-    "a" * 300 + " " * 700 + "\n" * 300 + "1" * 301,
-    "hahahahahaha aaaaaaa ababab    ha",
-    "<|bos|><|user_start|>Who are you?<|user_end|> <|bos|x <|assistant_end|>",
+    "don't DON'T we'LL I'm they'ſ '’s 你好，世界。 Привет, мир. ²³ Ⅻ \u3000\x1f\x85",
+    "hahahahahaha aaaaaaa ababab    ha" + "1" * 301,
     "for i in range(10):\n\tprint(f'{i:>3}')  # !!! ... ---\n",
 )
 
 
 def test_the_tokenizer_is_transformers(tmp_path: Path, law: Law) -> None:
-    ours, theirs = toy_tokenizer(), transformers.AutoTokenizer.from_pretrained(exported(tmp_path, toy_recipe("llama")))
+    ours, theirs = toy_tokenizer(), transformers.AutoTokenizer.from_pretrained(exported(tmp_path, recipe_of("llama")))
     for text in ODD_TEXTS:
         ids = ours.encode(text)
         found = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -353,7 +329,7 @@ def test_text_is_split_as_they_split_it(number: int) -> None:
 
 
 def test_the_chat_template_is_the_chat_format(tmp_path: Path, law: Law) -> None:
-    ours, theirs = toy_tokenizer(), transformers.AutoTokenizer.from_pretrained(exported(tmp_path, toy_recipe("llama")))
+    ours, theirs = toy_tokenizer(), transformers.AutoTokenizer.from_pretrained(exported(tmp_path, recipe_of("llama")))
     for count in (2, 4):
         asked = theirs.apply_chat_template(CHAT[:count], add_generation_prompt=True, return_dict=False)
         assert asked == render_prompt(ours, CHAT[:count])

@@ -29,23 +29,14 @@ from tests.laws.table import Law
 from tests.support import fp8_oracle as oracle
 from tests.support.deviation import random, with_gradients
 from tests.support.fp8_oracle import Format
-from tests.support.toy_training import (
-    CONTEXT,
-    CPU,
-    copy_of,
-    differing,
-    toy_corpus,
-    toy_loader,
-    toy_plan,
-    toy_recipe,
-    toy_schedule,
-    toy_state,
-)
+from tests.support.models import CPU
+from tests.support.toy_training import differing, toy_corpus, toy_loader, toy_plan, toy_recipe, toy_schedule, toy_state
 
 pytestmark = pytest.mark.usefixtures("eager")
 
 BF16 = replace(CPU, dtype=torch.bfloat16)
 RECIPE = toy_recipe(model={"vocab_size": 64})  # a vocabulary that FP8 can multiply
+CONTEXT = RECIPE.model.context
 
 
 # Arithmetic -------------------------------------------------------------------------------------------------
@@ -77,19 +68,16 @@ def test_the_emulated_product_is_the_scaled_one(law: Law) -> None:
     law("FP8 product, emulated = torch._scaled_mm", worst, 1, "of both sums' rounding in fp32")
 
 
-def linear_errors(dtype: torch.dtype) -> list[float]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_layer_errs_as_predicted(dtype: torch.dtype, law: Law) -> None:
     """2-norms of the errors of y, dx and dW, relative to exact ones, over the errors predicted."""
     x, weight, grad = random(512, 256).to(dtype), random(384, 256, seed=1).to(dtype), random(512, 384, seed=2).to(dtype)
     found = with_gradients(lambda x, weight: fp8_linear(x, weight, True), (x, weight), grad)
     exact = [a.double() @ b.double() for a, b in ((x, weight.T), (grad, weight), (grad.T, x))]
     forward, gradient = (2.0**-m / math.sqrt(3) * math.sqrt(0.541) for m in (4, 3))
     predicted = [math.hypot(forward, forward), math.hypot(forward, gradient), math.hypot(forward, gradient)]
-    return [((f.double() - e).norm() / e.norm()).item() / p for f, e, p in zip(found, exact, predicted, strict=True)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_linear_layer_errs_as_predicted(dtype: torch.dtype, law: Law) -> None:
-    for name, ratio in zip(("y", "dx", "dW"), linear_errors(dtype), strict=True):
+    for name, f, e, p in zip(("y", "dx", "dW"), found, exact, predicted, strict=True):
+        ratio = ((f.double() - e).norm() / e.norm()).item() / p
         law(f"FP8 linear, {name}: its error over the formats', {str(dtype)[6:]}", ratio, bar="0.9 to 1.1")
         assert 0.9 <= ratio <= 1.1
 
@@ -129,8 +117,7 @@ def fp8_state(machine: Machine) -> TrainState:
 def trained_loss(fp8: bool, seed: int, steps: int = 32, rows: int = 16) -> float:
     """Loss on held-out rows after training in bf16, with or without FP8, without a graph."""
     recipe = toy_recipe(model={"vocab_size": 64, "width": 64, "kv_heads": None}, steps=steps)
-    recipe = replace(recipe, seed=seed)
-    state = toy_state(recipe, BF16, moved=0.0)
+    state = toy_state(replace(recipe, seed=seed), BF16, moved=0.0)
     if fp8:
         use_fp8(state.model)
     loader, schedule = Loader(toy_corpus(documents=400), CONTEXT, rows, seed, "best-fit"), toy_schedule(steps)
@@ -196,7 +183,7 @@ def test_resumed_is_uninterrupted_in_fp8(tmp_path: Path, law: Law) -> None:
                     resume(TorchBackend(state, machine), folder.path / "checkpoints", print)
                     train(TorchBackend(state, machine), toy_loader(), plan, folder, Reporter(print))
             lines = [{k: line[k] for k in ("step", "loss", "grad_norm")} for line in read_metrics(path)]
-            runs.append((copy_of(state.tensors()), lines))
+            runs.append(({name: tensor.clone() for name, tensor in state.tensors().items()}, lines))
         (tensors, lines), (others, other_lines) = runs
         assert differing(tensors, others) == [] and lines == other_lines
     law("resumed = uninterrupted in FP8: losses and every tensor")

@@ -99,16 +99,12 @@ def characters() -> list[str]:
 
 def fuzzed(count: int, seed: int) -> list[str]:
     """Texts of up to 40 odd characters, of any characters, of words, and of letters that many tokens have."""
-    pick = random.Random(seed)
+    pick, letters = random.Random(seed), (ODD, ODD, characters(), "aeinorst  hl")
 
     def text() -> str:
         kind, size = pick.randrange(5), pick.randrange(41)
-        if kind < 2:
-            return "".join(pick.choices(ODD, k=size))
-        if kind == 2:
-            return "".join(pick.choices(characters(), k=size))
-        if kind == 3:
-            return "".join(pick.choices("aeinorst  hl", k=size))
+        if kind < 4:
+            return "".join(pick.choices(letters[kind], k=size))
         return "".join(pick.choice(("", " ")) + pick.choice(WORDS) for _ in range(size // 2))
 
     return [text() for _ in range(count)]
@@ -145,12 +141,7 @@ def differing(llama: LlamaCpp, tokenizer: Tokenizer, texts: list[str]) -> list[s
     ],
 )
 def test_ids_are_llama_cpps(
-    make: Callable[[str], Tokenizer],
-    pattern: str,
-    count: int,
-    llama: LlamaCpp,
-    tmp_path: Path,
-    law: Law,
+    make: Callable[[str], Tokenizer], pattern: str, count: int, llama: LlamaCpp, tmp_path: Path, law: Law
 ) -> None:
     tokenizer = make(pattern)
     assert export_gguf.other_ids(tokenizer) == ""
@@ -190,7 +181,6 @@ def test_the_chat_template_is_the_chat_format(llama: LlamaCpp, tmp_path: Path, l
     assert llama.detokenize(whole) == tokenizer.decode(whole)
     end = tokenizer.special("<|assistant_end|>")
     assert (facts["bos"], facts["eos"], facts["eot"]) == (tokenizer.bos, end, end)
-    assert llama.ends(range(tokenizer.vocab_size)) == [
-        token in (tokenizer.bos, end) for token in range(tokenizer.vocab_size)
-    ]
+    every = range(tokenizer.vocab_size)
+    assert llama.ends(every) == [token in (tokenizer.bos, end) for token in every]
     law("GGUF chat template in llama.cpp = native: ids of a conversation")

@@ -23,7 +23,7 @@ from quern.data.packing import METHODS
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
 from tests.laws.table import Law
-from tests.support.batches import epoch_of, token_hash
+from tests.support.batches import epoch_of, sized, token_hash
 from tests.support.memory_corpus import memory_corpus
 
 BOS = 0
@@ -36,24 +36,15 @@ FIELDS = ("tokens", "targets", "mask")
 Make = Callable[..., Batches]
 
 
-def sized(kind: type[Loader], chunk_documents: int, buffer: int = 1000) -> type[Loader]:
-    """The loader with smaller chunks and buffer."""
-    return type(kind.__name__, (kind,), {"chunk_documents": chunk_documents, "buffer": buffer})
-
-
 def documents() -> list[list[int]]:
     rng = np.random.default_rng(0)
     return [[BOS, *rng.integers(1, 500, n).tolist()] for n in rng.lognormal(2.5, 1.0, 300).astype(int).tolist()]
 
 
-def masked(docs: list[list[int]]) -> list[np.ndarray]:
-    rng = np.random.default_rng(1)
-    return [(rng.random(len(d)) < 0.3) & (np.arange(len(d)) > 0) for d in docs]
-
-
 def corpus(kind: str) -> Corpus:
-    docs = documents()
-    return memory_corpus(docs, masked(docs) if kind == "sft" else None)
+    docs, rng = documents(), np.random.default_rng(1)
+    masks = [(rng.random(len(doc)) < 0.3) & (np.arange(len(doc)) > 0) for doc in docs]
+    return memory_corpus(docs, masks if kind == "sft" else None)
 
 
 def differing(one: Batch, other: Batch) -> int:
@@ -104,7 +95,7 @@ def make(request: pytest.FixtureRequest) -> Make:
     data = corpus(kind_of_corpus)
 
     def build(packing: str = "best-fit") -> Loader:
-        return sized(Loader, 40, 20)(data, CONTEXT, BATCH_ROWS, SEED, packing, group_size=group_size)
+        return sized(40, 20)(data, CONTEXT, BATCH_ROWS, SEED, packing, group_size=group_size)
 
     assert epoch_of(build(), STEPS - 1) >= 2, "the law must cross epochs"
     return build
@@ -136,12 +127,11 @@ def write(folder: Path, docs: list[list[int]], shard_tokens: int = 10**9, vocab_
 @pytest.mark.parametrize("group_size", [None, GROUP])
 def test_shard_files(tmp_path: Path, law, group_size):
     docs = documents()
-    options = {"group_size": group_size}
-    expected = Loader(memory_corpus(docs), CONTEXT, BATCH_ROWS, SEED, **options)
+    expected = Loader(memory_corpus(docs), CONTEXT, BATCH_ROWS, SEED, group_size=group_size)
     differ = 0
     for shard_tokens, vocab_size in ((10**9, 500), (300, 70_000)):
         folder = write(tmp_path / f"{shard_tokens}-{vocab_size}", docs, shard_tokens, vocab_size)
-        loader = Loader(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED, **options)
+        loader = Loader(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED, group_size=group_size)
         differ += sum(token_hash(loader, step) != token_hash(expected, step) for step in range(STEPS))
     law("batches from one shard, many shards and memory", differ, unit="hashes equal")
 
@@ -189,21 +179,18 @@ def test_resume_with_row_counts(tmp_path: Path, law, group_size):
     law(name, deviation, unit="bit for bit")
 
 
-class ShortFirst(Loader):
-    """Begins with the short documents."""
-
-    def _make_permutation(self, turn: int) -> np.ndarray:
-        pieces = self._pieces(self._group_of(turn)[1])
-        return np.argsort(pieces.lengths[pieces.document], kind="stable")
-
-
 def test_row_counts_of_other_batches_are_not_used(tmp_path: Path):
+    class ShortFirst(Loader):
+        def _make_permutation(self, turn: int) -> np.ndarray:
+            pieces = self._pieces(self._group_of(turn)[1])
+            return np.argsort(pieces.lengths[pieces.document], kind="stable")
+
     folder, docs = write(tmp_path, documents()), documents()
     others = [{"seed": SEED + 1}, {"context": CONTEXT + 1}, {"packing": "greedy-pad"}, {"too_long": "crop"}]
     others += [{"buffer": 5}, {"chunk_documents": 5}, {"group_size": GROUP}, {"kind": ShortFirst}]
     for other in ({}, *others):
         chosen = {"context": CONTEXT, "batch_rows": BATCH_ROWS, "seed": SEED, **other}
-        kind = sized(chosen.pop("kind", Loader), chosen.pop("chunk_documents", 4), chosen.pop("buffer", 20))
+        kind = sized(chosen.pop("chunk_documents", 4), chosen.pop("buffer", 20), chosen.pop("kind", Loader))
         expected = kind(memory_corpus(docs), **chosen)
         loader = kind(Corpus.open(folder, "train"), **chosen)
         assert all(token_hash(loader, step) == token_hash(expected, step) for step in range(20)), other
@@ -281,7 +268,7 @@ def coverage_deviation(loader: Loader, docs: list[list[int]]) -> int:
 @pytest.mark.parametrize("group_size", [None, GROUP, 1000])
 def test_every_token_once(packing, chunk_documents, group_size, law):
     docs = [*documents(), [BOS, *range(600, 3000)]]
-    kind = sized(Loader, chunk_documents)
+    kind = sized(chunk_documents)
     loader = kind(memory_corpus(docs), CONTEXT, 1, SEED, packing, group_size=group_size)
     name, bar = "an epoch holds every token once, however long the documents", "tokens missing or repeated"
     law(name, coverage_deviation(loader, docs), unit=bar)

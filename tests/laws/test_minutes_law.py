@@ -20,19 +20,11 @@ from quern.train.guard import EXIT_DONE
 from quern.train.horizon import Horizon, recorded_plans
 from quern.train.loop import Reporter, TrainingPlan, resume, train
 from quern.train.state import TrainState, build_model, build_state
+from quern.train.step import TorchBackend
 from tests.laws.table import Law
+from tests.support.models import CPU
 from tests.support.ranks import Ranks
-from tests.support.toy_training import (
-    CPU,
-    differing,
-    snapshot,
-    toy_backend,
-    toy_loader,
-    toy_plan,
-    toy_recipe,
-    toy_schedule,
-    toy_state,
-)
+from tests.support.toy_training import differing, snapshot, toy_loader, toy_plan, toy_recipe, toy_schedule, toy_state
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -81,7 +73,8 @@ def spent(path: Path, machine: str, plan: TrainingPlan) -> tuple[float, TrainSta
     _dice.seed(1)
     state = toy_state(SMALL)
     with StageFolder(path) as folder:
-        code = train(toy_backend(state), toy_loader(), plan, folder, Reporter(print), clock=clock_of(MACHINES[machine]))
+        clock = clock_of(MACHINES[machine])
+        code = train(TorchBackend(state, CPU), toy_loader(), plan, folder, Reporter(print), clock=clock)
         assert code == EXIT_DONE
     return state.seconds / STEPS, state
 
@@ -117,7 +110,7 @@ def on_a_rank(mesh: Mesh) -> tuple[Any, ...]:
     state = build_state(SMALL, CPU, build_model(SMALL, CPU, 0), mesh)
     slow = 3.0 * mesh.rank
     clock = clock_of(lambda share: slow + MACHINES["halves at 50 %"](share))
-    code = train(toy_backend(state), toy_loader(), budgeted(), Records(Path()), Reporter(print), clock=clock)
+    code = train(TorchBackend(state, CPU), toy_loader(), budgeted(), Records(Path()), Reporter(print), clock=clock)
     assert code == EXIT_DONE
     return state.plans, state.seconds / STEPS, state.step, float(state.model.head.weight.double().sum())
 
@@ -143,11 +136,12 @@ def test_a_resumed_run_repeats_the_plans_that_it_recorded(tmp_path: Path, law: L
     for plans in (recorded, []):
         state = toy_state(SMALL)
         with StageFolder(tmp_path / "killed") as folder:
-            assert resume(toy_backend(state), folder.path / "checkpoints", print)
+            assert resume(TorchBackend(state, CPU), folder.path / "checkpoints", print)
             assert 0 < state.step < recorded[-1][0], "it repeats steps at which it planned"
             clock = clock_of(lambda share: 0.25)
             again = replace(plan, recorded=plans, save_every=None)
-            assert train(toy_backend(state), toy_loader(), again, folder, Reporter(print), clock=clock) == EXIT_DONE
+            code = train(TorchBackend(state, CPU), toy_loader(), again, folder, Reporter(print), clock=clock)
+            assert code == EXIT_DONE
         ends.append(differing(snapshot(state), snapshot(whole)))
     law("resumed = uninterrupted: train.minutes, on a machine of another speed", ends[0])
     assert ends[1] != [], "without the record, the steps that it repeats are others"

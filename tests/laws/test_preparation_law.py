@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from quern.stages.encode import write_shards
 from quern.text.tokenizer import Tokenizer
 from tests.laws.table import Law
 from tests.support import preparing
+from tests.support.folder import contents
 from tests.support.line_server import ENVIRONMENT, ROOT
 from tests.support.waiting import until
 
@@ -32,6 +34,7 @@ def documents(count: int) -> list[str]:
 
 
 TEXTS = documents(400)
+EQUAL = "equal, byte for byte"
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +48,7 @@ def plain(tokenizer: Tokenizer, folder: Path, shard_tokens: int) -> dict[str, by
     with ShardWriter(folder, "train", shard_tokens, vocab_size=vocab_size, bos=bos, fingerprint="mark") as writer:
         for text in TEXTS:
             writer.add([tokenizer.bos, *tokenizer.encode(text)])
-    return files(folder)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return contents(folder)
 
 
 def differing(found: dict[str, bytes], expected: dict[str, bytes]) -> int:
@@ -58,18 +57,15 @@ def differing(found: dict[str, bytes], expected: dict[str, bytes]) -> int:
 
 
 @pytest.mark.parametrize("shard_tokens", [211, 997, 10**8])
-def test_shards_do_not_depend_on_the_processes(
-    shard_tokens: int, tokenizer: Tokenizer, tmp_path: Path, law: Law
-) -> None:
+def test_shards_do_not_depend_on_processes(shard_tokens: int, tokenizer: Tokenizer, tmp_path: Path, law: Law) -> None:
     expected, wrong = plain(tokenizer, tmp_path / "plain", shard_tokens), 0
     assert len(expected) >= (3 if shard_tokens == 10**8 else 15)
     for workers, unit_characters in ((1, 700), (2, 10_000), (3, 300)):
         folder = tmp_path / f"{workers}-{unit_characters}"
         how: dict[str, Any] = {"workers": workers, "shard_tokens": shard_tokens, "unit_characters": unit_characters}
         write_shards(iter(TEXTS), tokenizer, folder, "train", "mark", lambda line: None, **how)
-        wrong += differing(files(folder), expected)
-    name = "shards of 1, 2 and 3 processes = those of a plain loop: files that differ"
-    law(name, wrong, unit="equal, byte for byte")
+        wrong += differing(contents(folder), expected)
+    law("shards of 1, 2 and 3 processes = those of a plain loop: files that differ", wrong, unit=EQUAL)
 
 
 class Preparation:
@@ -87,9 +83,8 @@ class Preparation:
         """Prepares to the end and returns what the process printed; with `kill`, until that event if there is one."""
         arguments = [self.texts, self.tokenizer, self.folder / name, workers, *([] if kill is None else [kill])]
         command = [sys.executable, str(ROOT / "tests/support/preparing.py"), *map(str, arguments)]
-        done = subprocess.run(
-            command, env=ENVIRONMENT | {"TMPDIR": str(self.folder)}, capture_output=True, text=True, timeout=120
-        )
+        env = ENVIRONMENT | {"TMPDIR": str(self.folder)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode in ([0] if kill is None else [0, -signal.SIGKILL]), done.stderr
         self.kills += done.returncode == -signal.SIGKILL
         return {} if kill is not None else json.loads(done.stdout.splitlines()[-1])
@@ -120,19 +115,16 @@ class Preparation:
         wrong += [f"{file} was written again" for file in second if third.get(file) != second[file]]
         left = len(TEXTS) - sum(documents for documents, _ in second.values())
         wrong += [f"{ended['encoded']} documents were encoded, not {left}"] * (ended["encoded"] != left)
-        different = differing(files(self.folder / name), self.expected)
+        different = differing(contents(self.folder / name), self.expected)
         return wrong + [f"{different} files differ"] * (different > 0)
 
     def has_workers(self) -> bool:
         mark = f"TMPDIR={self.folder}\0".encode()
-        return any(mark in _content(path) for path in Path("/proc").glob("[0-9]*/environ"))
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # the process has ended, or is another user's
-        return b""
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # the process has ended, or is another user's
+                if mark in path.read_bytes():
+                    return True
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -146,5 +138,5 @@ def test_a_killed_preparation_is_continued(trials: range, preparation: Preparati
     wrong = [(number, found) for number in trials if (found := preparation.trial(number))]
     until(lambda: not preparation.has_workers(), 10)  # they end soon after their parents were killed
     assert preparation.kills >= 1.8 * len(trials), "most trials are killed twice"
-    bar = "equal, byte for byte; no finished shard made again"
+    bar = f"{EQUAL}; no finished shard made again"
     law("a preparation that was killed and continued = an uninterrupted one: trials that differ", wrong, unit=bar)

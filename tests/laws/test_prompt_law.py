@@ -8,6 +8,7 @@ tokens that follow must be learned, and a call of a described tool must be one t
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,10 @@ SYSTEM = {"role": "system", "content": "Antworte kurz."}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 EXPRESSION = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 WEATHER = {"name": "weather", "description": "Das Wetter für eine Stadt: “sunny”, …", "parameters": CITY}
-ORDER = {
-    "name": "order",
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "lines": {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}}},
-            "note": {"type": ["string", "null"], "default": None},
-        },
-    },
-}
+LINES = {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}}}
+NOTE = {"type": ["string", "null"], "default": None}
+ORDERED = {"type": "object", "properties": {"lines": LINES, "note": NOTE}}
+ORDER = {"name": "order", "strict": True, "parameters": ORDERED}
 TOOLS = [{"type": "function", "function": one} for one in (WEATHER, ORDER, {"name": "now"})]
 
 
@@ -50,12 +44,7 @@ def said(role: str, content: Any) -> Row:
     return {"role": role, "content": content}
 
 
-def user(content: Any) -> Row:
-    return said("user", content)
-
-
-def reply(content: Any) -> Row:
-    return said("assistant", content)
+user, reply = partial(said, "user"), partial(said, "assistant")
 
 
 def parts(*texts: str) -> list[Row]:
@@ -154,10 +143,8 @@ def as_input(messages: list[Row]) -> list[Row]:
             items.append(said(message["role"], [part | {"type": kind} for part in message["content"]]))
         elif message["content"] is not None:
             items.append(said(message["role"], message["content"]))
-        items += [
-            {"type": "function_call", "call_id": call["id"], **call["function"]}
-            for call in message.get("tool_calls", ())
-        ]
+        for call in message.get("tool_calls", ()):
+            items.append({"type": "function_call", "call_id": call["id"], **call["function"]})
     return items
 
 
@@ -167,11 +154,8 @@ def served(engine: Engine, messages: list[Row], tools: list[Row]) -> dict[str, l
     chat = parse_request(ChatRequest, {"model": "m", "messages": messages, "tools": tools})
     responses = parse_request(ResponsesRequest, {"model": "m", "input": as_input(messages), "tools": flat})
     counted = parse_request(TokenizeRequest, {"messages": messages, "tools": tools})
-    return {
-        "chat": read_chat(engine, chat)[0],
-        "responses": read_chat(engine, responses.chat())[0],
-        "tokenize": tokens_of(engine.tokenizer, counted),
-    }
+    found = {"chat": read_chat(engine, chat)[0], "responses": read_chat(engine, responses.chat())[0]}
+    return found | {"tokenize": tokens_of(engine.tokenizer, counted)}
 
 
 def require_callable(engine: Engine, ids: list[int], tools: list[Row]) -> None:

@@ -55,11 +55,9 @@ def test_log_probabilities_in_sampling_are_those_of_training(law: Law) -> None:
     advanced(state, rollouts, alone(), 3)
     worst = max(worst, gap(rollouts))
     law("RL: log-probability of a token in sampling = in training, fp32", worst, BAR, "nats")
+    rows = rollouts.ask([(LETTERS, LETTERS.ask("000001"))], 4, ["law"])[0]
     with torch.no_grad():
-        before = [p.clone() for p in state.model.parameters()]
-        items = [(LETTERS, LETTERS.ask("000001"))]
-        rows = rollouts.ask(items, 4, ["law"])[0]
-        for parameter, old in zip(state.model.parameters(), before, strict=True):
-            parameter.copy_(old * 1.01)
+        for parameter in state.model.parameters():
+            parameter.mul_(1.01)
     other = np.concatenate(rollouts.logprobs(rows)) - np.concatenate([one.logprobs for one in rows])
     assert np.abs(other).max() > 100 * BAR  # of another model, they differ

@@ -3,7 +3,6 @@ that nobody touched, bit for bit, or it refuses and leaves every file as it was.
 run at the same time, one trains and the other is told who does.
 """
 
-import hashlib
 import json
 import os
 import random
@@ -19,14 +18,9 @@ import pytest
 
 from quern.text.tinyworld import corpus
 from tests.laws.table import Law
+from tests.support.folder import contents
 from tests.support.line_server import ENVIRONMENT
 from tests.support.run_bench import PRETRAIN, SFT, Bench, differences
-
-
-def files(run: Path) -> dict[str, str]:
-    found = (path for path in run.rglob("*") if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
-
 
 # Changes between stops ----------------------------------------------------------------------------------------
 
@@ -85,12 +79,8 @@ def trial(bench: Bench, number: int, references: dict[str, tuple[Path, dict[str,
     what = rng.choice(["text", "text", "shards", "tokenizer", "conversations", "conversations"])
     if verb == "pretrain" and what == "conversations":
         what = "text"
-    path = {
-        "text": bench.folder / "text.jsonl",
-        "conversations": bench.folder / "talks.jsonl",
-        "tokenizer": run / "tokenizer.json",
-        "shards": bench.folder / "out" / "data",
-    }[what]
+    places = {"text": bench.folder / "text.jsonl", "conversations": bench.folder / "talks.jsonl"}
+    path = {**places, "tokenizer": run / "tokenizer.json", "shards": bench.folder / "out" / "data"}[what]
     kept = path.with_name(path.name + ".kept")
     (shutil.copytree if path.is_dir() else shutil.copy2)(path, kept)
     change = {"shards": remove, "tokenizer": replace}.get(what) or rng.choice(CHANGES)
@@ -99,13 +89,13 @@ def trial(bench: Bench, number: int, references: dict[str, tuple[Path, dict[str,
     resume = [verb, "--resume", *(["--data", "text.jsonl"] if named else [])]
     differs = change not in (touch, write_again, remove)
     refused = differs and (named or what in ("conversations", "tokenizer"))
-    before, wrong, known = files(run), [], len(bench.log())
+    before, wrong, known = contents(run), [], len(bench.log())
     bench.run(resume, name, "fp32", refused=refused)
     if refused:
         said = bench.log()[known:]
         expected = {"text": "has changed since", "conversations": "have changed since"}
         wrong += [] if expected.get(what, "the tokenizer has changed since") in said else [f"it says {said}"]
-        wrong += [f"changed by a refusal: {file}" for file, _ in before.items() ^ files(run).items()]
+        wrong += [f"changed by a refusal: {file}" for file, _ in before.items() ^ contents(run).items()]
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     kept.rename(path)
     if refused:

@@ -71,15 +71,10 @@ def requests(seed: int, count: int = 7) -> list[Request]:
         prompt = system + tail if kind < 2 else [TOKENIZER.bos, *tail]
         if kind == 3 and made:
             prompt = list(made[random.integers(len(made))].prompt)
-        options = {
-            "max_tokens": int(random.integers(1, 30)),
-            "sampling": SAMPLINGS[random.integers(len(SAMPLINGS))],
-            "seed": number,
-            "samples": int(random.integers(1, 4)),
-            "plain": bool(random.integers(2)),
-            "logprobs": 2,
-            "bias": {7: 1.5, 300: -100.0} if random.integers(3) == 0 else None,
-        }
+        tokens, sampling = int(random.integers(1, 30)), SAMPLINGS[random.integers(len(SAMPLINGS))]
+        samples, plain = int(random.integers(1, 4)), bool(random.integers(2))
+        options = {"max_tokens": tokens, "sampling": sampling, "seed": number, "samples": samples, "plain": plain}
+        options |= {"logprobs": 2, "bias": {7: 1.5, 300: -100.0} if random.integers(3) == 0 else None}
         at = int(random.integers(0, 40))
         made.append(Request(at, prompt, options, at + 3 if random.integers(6) == 0 else None))
     return made
@@ -135,9 +130,8 @@ def deviation(make_model: Callable[[], LanguageModel], seed: int, budget: int | 
 
 @pytest.mark.parametrize(("model", "seed", "budget"), SCHEDULES)
 def test_in_any_company_is_alone(model: str, seed: int, budget: int | None, law: Law) -> None:
-    found = deviation(MODELS[model], seed, budget)
     name = "joined late, read in pieces, from a kept prefix = alone: log-probabilities, fp32; tokens equal"
-    law(name, found, BAR)
+    law(name, deviation(MODELS[model], seed, budget), BAR)
 
 
 NO_END: dict[str, Any] = {"plain": True, "bias": dict.fromkeys(TOKENIZER.special_ids.values(), -1e9)}
