@@ -131,18 +131,36 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS: list[Any] = [WEATHER, CLOCK]
 
 
-def test_a_reply_is_json_of_the_schema_whole_and_streamed(client: openai.OpenAI) -> None:
-    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": CITY}}
-    body: dict[str, Any] = {"model": NAME, "messages": HELLO, "response_format": form, "max_tokens": 80, "n": 3}
-    whole = client.chat.completions.create(**body, seed=1)
-    for choice in whole.choices:
-        assert choice.finish_reason == "stop" and choice.message.content
-        jsonschema_rs.validator_for(CITY).validate(json.loads(choice.message.content))
-    texts = [""] * 3
-    for chunk in client.chat.completions.create(**body, seed=1, stream=True):
+CITY_FORM = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": CITY}}
+
+
+@pytest.mark.parametrize("more", [{"stop": ["e"]}, {"response_format": CITY_FORM, "max_tokens": 80}])
+def test_stream_equals_non_stream(client: openai.OpenAI, more: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"model": NAME, "messages": HELLO, "seed": 0, "max_tokens": 40, "n": 8, **more}
+    whole = client.chat.completions.create(**body)
+    texts, ends, used, identifiers = [""] * 8, [""] * 8, [], set()
+    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    for chunk in chunks:
+        identifiers.add(chunk.id)
+        assert chunk.object == "chat.completion.chunk" and chunk.model == NAME
+        used.append(chunk.usage)
         for choice in chunk.choices:
+            assert not ends[choice.index], "a piece after the finish reason"
             texts[choice.index] += choice.delta.content or ""
+            ends[choice.index] = choice.finish_reason or ""
+    assert len(identifiers) == 1
     assert texts == [choice.message.content for choice in whole.choices]
+    assert ends == [choice.finish_reason for choice in whole.choices]
+    firsts = [chunk.choices[0].delta for chunk in chunks[:8]]
+    assert all(first.role == "assistant" and first.content == "" for first in firsts)
+    assert all(choice.delta.role is None for chunk in chunks[8:] for choice in chunk.choices)
+    assert chunks[-1].choices == [] and used[:-1] == [None] * (len(used) - 1)
+    told, asked = used[-1], whole.usage
+    assert told and asked  # the prompt may be cached by then
+    assert told.model_copy(update={"prompt_tokens_details": asked.prompt_tokens_details}) == asked
+    for choice in whole.choices if "response_format" in more else ():
+        assert choice.finish_reason == "stop"
+        jsonschema_rs.validator_for(CITY).validate(json.loads(choice.message.content or ""))
 
 
 def test_a_json_object_an_expression_and_a_choice(client: openai.OpenAI) -> None:
