@@ -112,7 +112,7 @@ def test_a_cut_reply_is_continued_after_its_last_token(page: Page) -> None:
 
 def test_a_reply_that_an_error_cut_is_told_to_be_so_and_continued(page: Page) -> None:
     page.send("go", "The miller", seconds=0.06, failure=RuntimeError("the server ends"))
-    page.wait("!document.getElementById('problem').hidden")
+    page.problem()
     page.reopen()
     [_, begun] = page.said()
     assert begun.startswith("The") and "stopped" in page.texts(".assistant .stats")[0]
@@ -230,21 +230,20 @@ def test_keys_of_an_input_method_are_its_own(page: Page) -> None:
 
 def test_errors_are_told_and_a_reply_is_asked_for_again(page: Page) -> None:
     page.send("hello?", failure=RuntimeError("<img src=x onerror=window.pwned=1>"))
-    page.wait("!document.getElementById('problem').hidden")
-    assert page.texts("#problem span") == ["The server failed on this request."]
+    assert page.problem() == "The server failed on this request."
     assert page.said() == ["hello?"]
     page.click("#problem button", reply="here")
     page.until_said("hello?", "here")
     assert page.run("document.getElementById('problem').hidden")
     # A question that was not answered is replaced by the next one: user and assistant take turns.
     page.send("and?", failure=RuntimeError("again"))
-    page.wait("!document.getElementById('problem').hidden")
+    page.problem()
     page.ask("now?", "well")
     assert page.said() == ["hello?", "here", "now?", "well"]
     # Another try that failed is tried again in its place, not behind the reply that is there.
     page.engine.will_say(failure=RuntimeError("again"))
     page.click(".message:last-child [aria-label='Try again']")
-    page.wait("!document.getElementById('problem').hidden")
+    page.problem()
     page.click("#problem button", reply="very well")
     page.until_said("hello?", "here", "now?", "very well")
 
@@ -282,8 +281,7 @@ def test_a_conversation_longer_than_the_context_goes_on(browser: Chrome) -> None
         assert re.fullmatch(r"context: \d+ of 96 tokens", page.texts("#fill-text")[0])
         page.ask("and the stone, does it hum?")
         page.send("and the stone, does it hum?")  # once the context is full, the user is asked
-        page.wait(f"!document.getElementById('problem').hidden && {DONE}")
-        assert "the model's context holds 96" in page.texts("#problem span")[0] and not page.texts(".note")
+        assert "the model's context holds 96" in page.problem() and not page.texts(".note")
         page.click("#problem button")
         page.wait(f"document.getElementById('problem').hidden && {DONE}")
         page.ask("and the stone, does it hum?")  # and not again
@@ -291,8 +289,7 @@ def test_a_conversation_longer_than_the_context_goes_on(browser: Chrome) -> None
         assert page.run("document.getElementById('problem').hidden")
         # A message that is too long by itself is told, and can be edited.
         page.send("and the stone, does it hum? " * 20)
-        page.wait(f"!document.getElementById('problem').hidden && {DONE}")
-        assert "context holds 96 tokens" in page.texts("#problem span")[0]
+        assert "context holds 96 tokens" in page.problem()
         assert {problem.split(":")[0] for problem in browser.problems} == {"Failed to load resource"}  # the 400s
         browser.problems.clear()
 

@@ -81,8 +81,7 @@ def test_names_do_not_end_with_half_a_character(page: Page) -> None:
 
 
 def test_a_question_outlives_a_tab_that_is_closed_during_the_reply(page: Page) -> None:
-    page.send("Are you there?", "never " * 400, seconds=0.05)
-    page.wait("document.querySelector('.waiting .text') !== null")
+    page.begin("Are you there?", "never " * 400, seconds=0.05)
     page.reopen()
     assert page.said() == ["Are you there?"]
     page.click("#problem button", reply="Yes.")
@@ -132,15 +131,14 @@ def test_another_try_that_fails_shows_what_was_shown_before(page: Page) -> None:
     for button in (".message:nth-child(2) [aria-label='Try again']", "#problem button"):
         page.run("document.getElementById('problem').hidden = true")
         page.click(button)
-        page.wait(f"!document.getElementById('problem').hidden && {DONE}")
+        page.problem()
         assert page.said() == ["one?", "one", "two?", "two"]
         assert page.texts("#problem span") == ["The server failed on this request."]
 
 
 def test_an_open_edit_outlives_what_else_happens(page: Page) -> None:
     page.ask("first")
-    page.send("second", "word " * 200, seconds=0.02)
-    page.wait("document.querySelector('.waiting .text') !== null")
+    page.begin("second", "word " * 200, seconds=0.02)
     page.click(".message:nth-child(1) [aria-label='Edit']")
     page.type(".edit textarea", "half an edit")
     page.press("Escape")  # of the field: the edit is given up, the reply goes on
@@ -215,7 +213,7 @@ def test_damaged_files_are_refused_and_change_nothing(page: Page, tmp_path: Path
     for name, text in damaged.items():
         page.run("document.getElementById('problem').hidden = true")
         import_file(page, tmp_path / "damaged.json", text)
-        page.wait("!document.getElementById('problem').hidden")
+        page.problem()
         assert titles(page) == ["keep me"], name
     assert page.run("({}).polluted") is None
     # Fields that the page does not know are left out; ids that every object has are like others.
@@ -228,8 +226,7 @@ def test_damaged_files_are_refused_and_change_nothing(page: Page, tmp_path: Path
 
 
 def test_a_title_is_typed_to_its_end_when_a_reply_ends_meanwhile(page: Page) -> None:
-    page.send("first", "word " * 20, seconds=0.05)
-    page.wait("document.querySelector('.waiting .text') !== null")
+    page.begin("first", "word " * 20, seconds=0.05)
     page.click("[aria-label='Rename first']")
     page.chrome.type("A title")
     page.wait(DONE)
@@ -242,8 +239,7 @@ def test_a_title_is_typed_to_its_end_when_a_reply_ends_meanwhile(page: Page) -> 
 def test_the_focus_stays_on_its_button_when_a_reply_ends(page: Page) -> None:
     page.ask("first")
     for button in ("Export first", "Copy"):
-        page.send("more", "word " * 20, seconds=0.02)
-        page.wait("document.querySelector('.waiting .text') !== null")
+        page.begin("more", "word " * 20, seconds=0.02)
         page.run(f"[...document.querySelectorAll('[aria-label={json.dumps(button)}]')].at(-1).focus()")
         page.wait(DONE)
         assert page.run("document.activeElement.ariaLabel") == button

@@ -67,8 +67,7 @@ def test_colours_are_the_engines_numbers(browser: Chrome) -> None:
         page.click("input[value=text]")
         page.ask(text)
         page.click("#xray")
-        page.click(".prompt summary")
-        page.wait(f"document.querySelectorAll('.prompt .token').length === {len(ids)}")
+        page.open_prompt(len(ids))
         for name in ("probability", "rank", "entropy"):
             measure(page, name)
             levels = [f"level-{level(token, name)}" for token in scored]
@@ -183,8 +182,7 @@ def test_the_prompt_is_shown_as_it_was_read_and_its_cached_part_shaded(page: Pag
     page.ask("two")
     [[prompt]] = [asked[0] for asked in engine.asked]
     page.click("#xray")
-    page.click(".message:last-child .prompt summary")
-    page.wait(f"document.querySelectorAll('.prompt .token').length === {len(prompt)}")
+    page.open_prompt(len(prompt))
     assert page.texts(".message:last-child .prompt summary") == [
         f"What the model read: {len(prompt)} tokens, 7 of them from the prompt cache"
     ]
@@ -201,13 +199,11 @@ def test_the_prompt_of_an_old_reply_has_the_system_text_of_its_time(page: Page) 
     page.click("#settings-open")
     page.type("#system", "Be brief.")
     page.press("Escape")
-    page.engine.will_say(" more")
-    go_on(page, "more")
+    go_on(page, " more")
     assert page.engine.asked[0][0][0][: len(prompt)] == prompt
     page.reopen()
     page.click("#xray")
-    page.click(".prompt summary")
-    page.wait("document.querySelectorAll('.prompt .token').length > 2")
+    page.open_prompt()
     assert "".join(page.texts(".prompt .token")) == page.engine.tokenizer.decode(prompt)
 
 
@@ -221,8 +217,7 @@ def test_a_text_is_continued_and_branches_from_its_own_tokens(page: Page) -> Non
     page.wait(f"document.querySelectorAll('.message').length === 3 && {DONE}")
     assert engine.asked[0][0] == [[tokenizer.bos, *tokenizer.encode("The miller  grinds")]]
     page.click("#xray")
-    page.click(".prompt summary")
-    page.wait("document.querySelectorAll('.prompt .token').length > 2")
+    page.open_prompt()
     page.click(".prompt .token", 2, reply="!")
     chosen = page.run("document.querySelector('button.alternative:not(:disabled)').title.match(/id (\\d+)/)[1]")
     page.click("button.alternative:not(:disabled)")
@@ -250,8 +245,7 @@ def test_bytes_that_are_no_character_and_replies_without_a_record(page: Page) ->
     assert page.engine.asked[-1][1]["logprobs"] is None
     assert "No probabilities were recorded" in page.said()[-1] and "plain" in page.said()[-1]
     page.set("alternatives", "5")
-    page.engine.will_say(" more")
-    go_on(page, "more")
+    go_on(page, " more")
     page.click(".message:last-child .text .token", 0)
     assert page.run(FACTS)["probability"] == "none was recorded"
 
@@ -272,10 +266,8 @@ def test_one_reply_is_written_at_a_time(page: Page) -> None:
     page.click("input[value=text]")
     page.ask("The miller ")
     page.click("#xray")
-    page.click(".prompt summary")
-    page.wait("document.querySelectorAll('.prompt .token').length > 2")
-    page.send("more", "word " * 20, seconds=0.05)
-    page.wait("document.querySelector('.waiting .text') !== null")
+    page.open_prompt()
+    page.begin("more", "word " * 20, seconds=0.05)
     page.click(".prompt .token", 2)
     page.click("button.alternative:not(:disabled)")
     page.wait(DONE)
@@ -305,10 +297,8 @@ def test_the_prompt_of_a_text_that_is_too_long_is_shown_as_it_was_read(page: Pag
     [[sent], _] = engine.asked[0]
     left_out = len(engine.tokenizer.encode(long)) + 1 - len(sent)
     assert left_out > 0 and f"the first {left_out} tokens were left out" in page.said()[1]
-    engine.will_say(" now")
-    go_on(page, "now")
+    go_on(page, " now")
     assert engine.asked[0][0] == [[*sent, *engine.tokenizer.encode("please")]]
     assert f"the first {left_out} tokens were left out" in page.said()[1]
     page.click("#xray")
-    page.click(".prompt summary")
-    page.wait(f"document.querySelectorAll('.prompt .token').length === {len(sent)}")
+    page.open_prompt(len(sent))

@@ -1,6 +1,6 @@
 """Calls of Python programs that speak OpenAI's API: `python calls.py CLIENT URL MODEL` prints {call: what failed}.
 
-Each function of a client's class is one call. It asserts what the program shows to its user.
+Each entry of a client's table is one call, which tells whether the program shows its user what it should.
 """
 
 import json
@@ -38,200 +38,153 @@ def weather(city: str) -> str:
     return f"Rain in {city}."
 
 
-class LiteLLM:
-    def __init__(self):
-        import litellm
+def litellm():
+    import litellm
 
-        litellm.suppress_debug_info = True
-        self.litellm = litellm
-        self.common = {"model": f"openai/{MODEL}", "api_base": URL, "api_key": "none", "max_retries": 0}
+    litellm.suppress_debug_info = True
+    common = {"model": f"openai/{MODEL}", "api_base": URL, "api_key": "none", "max_retries": 0}
 
-    def chat(self, messages=HELLO, **more):
-        given = {**self.common, "messages": messages, "max_tokens": 20, "temperature": 0} | more
-        answer = self.litellm.completion(**given)
-        if not more.get("stream"):
-            assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
-        return answer
+    def ask(messages=HELLO, **more):
+        return litellm.completion(**common, messages=messages, **{"max_tokens": 20, "temperature": 0, **more})
 
-    def stream(self):
-        text = "".join(piece.choices[0].delta.content or "" for piece in self.chat(stream=True))
-        assert text == self.chat().choices[0].message.content
+    def told(messages=HELLO, **more):
+        message = ask(messages, **more).choices[0].message
+        return message.content or message.tool_calls[0].function.arguments
 
-    def tools(self):
-        [call] = self.chat(tools=[TOOL], tool_choice="required", max_tokens=60).choices[0].message.tool_calls
-        assert "city" in json.loads(call.function.arguments)
+    def joined():
+        return "".join(piece.choices[0].delta.content or "" for piece in ask(stream=True))
 
-    def tool_result(self):
-        self.chat(RESULT, tools=[{"type": "function", "function": {"name": "now"}}])
+    def responses():
+        return litellm.responses(**common, input="Hello?", max_output_tokens=20).output[0].content[0].text
 
-    def structured_with_tools(self):
-        message = self.chat(tools=[TOOL], response_format=FORM, max_tokens=60).choices[0].message
-        assert "city" in json.loads(message.content or message.tool_calls[0].function.arguments)
-
-    def choices(self):
-        assert len(self.chat(n=40, max_tokens=2).choices) == 40
-
-    def top_p_of_0(self):
-        assert self.chat(temperature=1, top_p=0).choices == self.chat().choices
-
-    def structured(self):
-        City.model_validate_json(self.chat(response_format=City, max_tokens=60).choices[0].message.content)
-
-    def responses(self):
-        answer = self.litellm.responses(**self.common, input="Hello?", max_output_tokens=20)
-        assert answer.output[0].content[0].text
+    now = [{"type": "function", "function": {"name": "now"}}]
+    both = {"tools": [TOOL], "response_format": FORM, "max_tokens": 60}
+    return {
+        "chat": told,
+        "stream": lambda: joined() == told(),
+        "tools": lambda: "city" in json.loads(told(tools=[TOOL], tool_choice="required", max_tokens=60)),
+        "tool result": lambda: told(RESULT, tools=now),
+        "structured with tools": lambda: "city" in json.loads(told(**both)),
+        "choices": lambda: len(ask(n=40, max_tokens=2).choices) == 40,
+        "top_p of 0": lambda: ask(temperature=1, top_p=0).choices == ask().choices,
+        "structured": lambda: City.model_validate_json(told(response_format=City, max_tokens=60)),
+        "responses": responses,
+    } | {name: lambda given=given: told(given) for name, given in ORDERS.items()}
 
 
-class LangChain:
-    def __init__(self):
-        from langchain_openai import ChatOpenAI
+def langchain_openai():
+    from langchain_openai import ChatOpenAI
 
-        common = {"base_url": URL, "api_key": "none", "max_retries": 0}
-        self.make = lambda **more: ChatOpenAI(model=MODEL, **common, **{"max_tokens": 60, "temperature": 0, **more})
+    def made(**more):
+        common = {"model": MODEL, "base_url": URL, "api_key": "none", "max_retries": 0}
+        return ChatOpenAI(**common, **{"max_tokens": 60, "temperature": 0, **more})
 
-    def chat(self, messages=HELLO):
-        assert self.make().invoke(messages).content
+    def same(model, text):
+        return "".join(map(text, model.stream(HELLO))) == text(model.invoke(HELLO)) != ""
 
-    def stream(self):
-        assert "".join(piece.content for piece in self.make().stream(HELLO)) == self.make().invoke(HELLO).content
+    def structured(kind=City, **how):
+        return made().with_structured_output(kind, **how).invoke(HELLO)
 
-    def tools(self):
-        [call] = self.make().bind_tools([TOOL], tool_choice="any").invoke(HELLO).tool_calls
-        assert "city" in call["args"]
-
-    def tool_result(self):  # langchain itself refuses empty arguments
-        result = json.loads(json.dumps(RESULT).replace('"arguments": ""', '"arguments": "{}"'))
-        assert self.make().invoke(result).content
-
-    def structured(self):
-        assert isinstance(self.make().with_structured_output(City).invoke(HELLO), City)
-
-    def structured_by_tool(self):
-        assert isinstance(self.make().with_structured_output(City, method="function_calling").invoke(HELLO), City)
-
-    def structured_by_json_mode(self):
-        assert isinstance(self.make().with_structured_output(None, method="json_mode").invoke(HELLO), dict)
-
-    def responses(self):
-        made = self.make(use_responses_api=True)
-        assert "".join(piece.text for piece in made.stream(HELLO)) == made.invoke(HELLO).text != ""
+    # langchain itself refuses empty arguments
+    result = json.loads(json.dumps(RESULT).replace('"arguments": ""', '"arguments": "{}"'))
+    tools = made().bind_tools([TOOL], tool_choice="any")
+    return {
+        "chat": lambda: made().invoke(HELLO).content,
+        "stream": lambda: same(made(), lambda piece: piece.content),
+        "tools": lambda: ["city" in call["args"] for call in tools.invoke(HELLO).tool_calls] == [True],
+        "tool result": lambda: made().invoke(result).content,
+        "structured": lambda: isinstance(structured(), City),
+        "structured by tool": lambda: isinstance(structured(method="function_calling"), City),
+        "structured by JSON mode": lambda: isinstance(structured(None, method="json_mode"), dict),
+        "responses": lambda: same(made(use_responses_api=True), lambda piece: piece.text),
+    } | {name: lambda given=given: made().invoke(given).content for name, given in ORDERS.items()}
 
 
-class Instructor:
-    def __init__(self):
-        import instructor
-        from openai import OpenAI
+def instructor():
+    from instructor import Mode, from_openai
+    from openai import OpenAI
 
-        self.modes, self.wrap = instructor.Mode, instructor.from_openai
-        self.plain = OpenAI(base_url=URL, api_key="none", max_retries=0)
+    plain = OpenAI(base_url=URL, api_key="none", max_retries=0)
+    common = {"model": MODEL, "response_model": City, "max_retries": 1}
+    chat = {**common, "messages": HELLO, "max_tokens": 60}
 
-    def _ask(self, mode, **more):
-        given = {"model": MODEL, "messages": HELLO, "max_tokens": 60, "max_retries": 1, **more}
-        return self.wrap(self.plain, mode=mode).chat.completions.create(response_model=City, **given)
+    def parts():
+        made = from_openai(plain, mode=Mode.TOOLS).chat.completions
+        return list(made.create_partial(**{**chat, "max_retries": 0}))
 
-    def tools(self):
-        assert isinstance(self._ask(self.modes.TOOLS), City)
+    def responses():
+        made = from_openai(plain, mode=Mode.RESPONSES_TOOLS).responses
+        return isinstance(made.create(**common, input="Hello?", max_output_tokens=60), City)
 
-    def tools_strict(self):
-        assert isinstance(self._ask(self.modes.TOOLS_STRICT), City)
+    def ask(mode):
+        return lambda: isinstance(from_openai(plain, mode=mode).chat.completions.create(**chat), City)
 
-    def structured(self):
-        assert isinstance(self._ask(self.modes.JSON_SCHEMA), City)
-
-    def responses_tools(self):
-        given = {"model": MODEL, "input": "Hello?", "max_output_tokens": 60, "response_model": City}
-        client = self.wrap(self.plain, mode=self.modes.RESPONSES_TOOLS)
-        assert isinstance(client.responses.create(**given, max_retries=1), City)
-
-    def stream(self):
-        client = self.wrap(self.plain, mode=self.modes.TOOLS)
-        parts = client.chat.completions.create_partial(model=MODEL, messages=HELLO, max_tokens=60, response_model=City)
-        assert list(parts)[-1].unit in ("C", "F")
+    asked = {"tools": Mode.TOOLS, "tools, strict": Mode.TOOLS_STRICT, "structured": Mode.JSON_SCHEMA}
+    return {name: ask(mode) for name, mode in asked.items()} | {
+        "responses with tools": responses,
+        "stream": lambda: parts()[-1].unit in ("C", "F"),
+    }
 
 
-class PydanticAI:
-    def __init__(self):
-        from pydantic_ai import Agent, NativeOutput
-        from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-        from pydantic_ai.providers.openai import OpenAIProvider
+def pydantic_ai():
+    from pydantic_ai import Agent, NativeOutput
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
 
-        provider = OpenAIProvider(base_url=URL, api_key="none")
-        self.native, settings = NativeOutput, {"max_tokens": 90, "temperature": 0}
-        self.agent = lambda kind=OpenAIChatModel, **more: Agent(
-            kind(MODEL, provider=provider), model_settings=settings, retries=0, **more
-        )
-        self.responses_model = OpenAIResponsesModel
+    provider, settings = OpenAIProvider(base_url=URL, api_key="none"), {"max_tokens": 90, "temperature": 0}
 
-    def chat(self):
-        assert self.agent(instructions="Be brief.").run_sync("Hello?").output
+    def agent(kind=OpenAIChatModel, **more):
+        return Agent(kind(MODEL, provider=provider), model_settings=settings, retries=0, **more)
 
-    def history(self):
-        agent = self.agent(system_prompt="Be brief.")
-        first = agent.run_sync("Hello?")
-        assert agent.run_sync("And?", message_history=first.all_messages()).output
-        assert agent.run_sync(message_history=first.all_messages(), instructions="Again.").output
+    def said(kind=OpenAIChatModel, **more):
+        return agent(kind, **more).run_sync("Hello?").output
 
-    def stream(self):
-        streamed = self.agent().run_stream_sync("Hello?")
-        assert list(streamed.stream_text())[-1] == self.agent().run_sync("Hello?").output
+    def history():
+        asked = agent(system_prompt="Be brief.")
+        before = asked.run_sync("Hello?").all_messages()
+        following = asked.run_sync("And?", message_history=before).output
+        return following and asked.run_sync(message_history=before, instructions="Again.").output
 
-    def tools(self):
-        assert isinstance(self.agent(output_type=City).run_sync("Hello?").output, City)
-
-    def structured(self):
-        assert isinstance(self.agent(output_type=self.native(City)).run_sync("Hello?").output, City)
-
-    def structured_with_tools(self):
-        made = self.agent(output_type=self.native(City), tools=[weather])
-        assert isinstance(made.run_sync("Hello?").output, City)
-
-    def responses(self):
-        made = self.agent(self.responses_model, instructions="Be brief.")
-        assert made.run_sync("Hello?").output
-
-    def responses_structured(self):
-        made = self.agent(self.responses_model, output_type=self.native(City))
-        assert isinstance(made.run_sync("Hello?").output, City)
+    return {
+        "chat": lambda: said(instructions="Be brief."),
+        "history": history,
+        "stream": lambda: list(agent().run_stream_sync("Hello?").stream_text())[-1] == said(),
+        "tools": lambda: isinstance(said(output_type=City), City),
+        "structured": lambda: isinstance(said(output_type=NativeOutput(City)), City),
+        "structured with tools": lambda: isinstance(said(output_type=NativeOutput(City), tools=[weather]), City),
+        "responses": lambda: said(OpenAIResponsesModel, instructions="Be brief."),
+        "structured responses": lambda: isinstance(said(OpenAIResponsesModel, output_type=NativeOutput(City)), City),
+    }
 
 
-class LLM:
-    def __init__(self):
-        from llm.default_plugins.openai_models import Chat
+def llm():
+    from llm.default_plugins.openai_models import Chat
 
-        self.model = Chat("quern", model_name=MODEL, api_base=URL, supports_schema=True, supports_tools=True)
-        self.model.key = "none"
+    model = Chat("quern", model_name=MODEL, api_base=URL, supports_schema=True, supports_tools=True)
+    model.key, given = "none", {"max_tokens": 20, "temperature": 0}
 
-    def chat(self):
-        assert self.model.prompt("Hello?", system="Be brief.", stream=False, max_tokens=20).text()
+    def talk():
+        conversation = model.conversation()
+        return all(conversation.prompt(text, max_tokens=20).text() for text in ("Hello?", "And?"))
 
-    def stream(self):
-        given = {"max_tokens": 20, "temperature": 0}
-        pieces = list(self.model.prompt("Hello?", **given))
-        assert "".join(pieces) == self.model.prompt("Hello?", stream=False, **given).text() != ""
+    def joined():
+        return "".join(model.prompt("Hello?", **given))
 
-    def conversation(self):
-        talk = self.model.conversation()
-        assert talk.prompt("Hello?", max_tokens=20).text() and talk.prompt("And?", max_tokens=20).text()
-
-    def tools(self):
-        assert self.model.chain("Hello?", tools=[weather], options={"max_tokens": 20}).text()
-
-    def structured(self):
-        City.model_validate_json(self.model.prompt("Hello?", schema=City, max_tokens=60).text())
+    return {
+        "chat": lambda: model.prompt("Hello?", system="Be brief.", stream=False, max_tokens=20).text(),
+        "stream": lambda: joined() == model.prompt("Hello?", stream=False, **given).text() != "",
+        "conversation": talk,
+        "tools": lambda: model.chain("Hello?", tools=[weather], options={"max_tokens": 20}).text(),
+        "structured": lambda: City.model_validate_json(model.prompt("Hello?", schema=City, max_tokens=60).text()),
+    }
 
 
 def main():
     logging.disable(logging.CRITICAL)
-    kind, results = {"langchain-openai": LangChain, "pydantic-ai": PydanticAI}.get(CLIENT), {}
-    kind = kind or {"litellm": LiteLLM, "instructor": Instructor, "llm": LLM}[CLIENT]
-    calls = {name: getattr(kind, name) for name in vars(kind) if not name.startswith("_")}
-    if kind in (LiteLLM, LangChain):
-        calls |= {name: lambda client, given=given: client.chat(given) for name, given in ORDERS.items()}
-    client = kind()
-    for name, call in calls.items():
+    results = {}
+    for name, call in globals()[CLIENT.replace("-", "_")]().items():
         try:
-            call(client)
-            results[name] = ""
+            results[name] = "" if call() else "not what was expected"
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
     print(json.dumps(results))
