@@ -153,6 +153,11 @@ class Page:
         self.type("#input", text)
         self.press("Enter")
 
+    def begin(self, text: str, *reply: Delta | str, **how: Any) -> None:
+        """Sends a message and waits for the beginning of the reply."""
+        self.send(text, *reply, **how)
+        self.wait("document.querySelector('.waiting .text') !== null")
+
     def ask(self, text: str, *reply: Delta | str, **how: Any) -> None:
         """Sends a message and waits for the end of the reply."""
         self.send(text, *reply, **how)
@@ -160,6 +165,17 @@ class Page:
         last = "[...document.querySelectorAll('.message')].at(-1)"
         asked = f"[...document.querySelectorAll('.user')].at(-1)?.textContent.includes({json.dumps(text)})"
         self.wait(f"{asked} && {last}.classList.contains('assistant') && {DONE}")
+
+    def problem(self) -> str:
+        """Waits for a problem, and returns its text."""
+        self.wait(f"!document.getElementById('problem').hidden && {DONE}")
+        return self.texts("#problem span")[0]
+
+    def open_prompt(self, tokens: int | None = None, message: str = "") -> None:
+        """Shows the prompt of a reply, by default the first. tokens: how many it has; message: its selector."""
+        self.click(f"{message} .prompt summary")
+        shown = "document.querySelectorAll('.prompt .token').length"
+        self.wait(f"{shown} === {tokens}" if tokens else f"{shown} > 2")
 
     def until_said(self, *texts: str) -> None:
         """Waits until no reply is being written and the messages have these texts."""

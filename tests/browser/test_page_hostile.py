@@ -7,7 +7,7 @@ from typing import Any
 from quern.generate.reply import Delta
 from quern.serve.routes import Welcome
 from tests.browser.chrome import Chrome
-from tests.browser.parrot import DONE, Page, make_parrot, visiting
+from tests.browser.parrot import Page, make_parrot, visiting
 from tests.browser.test_page_kept import import_file
 
 RUN = "window.pwned=1"

@@ -226,7 +226,7 @@ def test_damaged_files_are_refused_and_change_nothing(page: Page, tmp_path: Path
 
 
 def test_a_title_is_typed_to_its_end_when_a_reply_ends_meanwhile(page: Page) -> None:
-    page.begin("first", "word " * 20, seconds=0.05)
+    page.begin("first", "word " * 20, seconds=0.03)
     page.click("[aria-label='Rename first']")
     page.chrome.type("A title")
     page.wait(DONE)

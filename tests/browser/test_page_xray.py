@@ -118,10 +118,10 @@ def test_the_card_tells_a_token_and_its_alternatives(page: Page) -> None:
     page.wait("document.getElementById('token-card').hidden")
 
 
-def branch_at(page: Page, token: int, alternative: int) -> None:
+def branch_at(page: Page, token: int, alternative: int, reply: str) -> None:
     before = page.count(".walk")
     page.click(".text:last-child .token", token)
-    page.click(".alternative", alternative)
+    page.click(".alternative", alternative, reply)
     page.wait(f"document.querySelectorAll('.walk').length > {before} && {DONE}")
 
 
@@ -132,8 +132,7 @@ def test_an_alternative_begins_a_branch_there(page: Page) -> None:
     page.click("#xray")
     ids = tokenizer.encode(REPLY)
     other = alternatives(ids[3], tokenizer)[1][0]
-    engine.will_say(" at dawn")
-    branch_at(page, 3, 1)
+    branch_at(page, 3, 1, " at dawn")
     [[sent], options] = engine.asked[0]
     assert sent == [*prompt, *ids[:3], other] and options["plain"]
     begun = tokenizer.decode([*ids[:3], other])
@@ -163,8 +162,7 @@ def test_a_branch_after_a_call_has_the_calls_tokens(page: Page) -> None:
     page.wait("document.querySelectorAll('.assistant .text.tokens').length === 2")
     ids = tokenizer.encode("It is five")
     other = alternatives(ids[1], tokenizer)[2][0]
-    engine.will_say("!")
-    branch_at(page, 1, 2)
+    branch_at(page, 1, 2, "!")
 
     def call(kind: str, text: str) -> list[int]:
         return [tokenizer.special(f"<|{kind}_start|>"), *tokenizer.encode(text), tokenizer.special(f"<|{kind}_end|>")]
@@ -182,7 +180,7 @@ def test_the_prompt_is_shown_as_it_was_read_and_its_cached_part_shaded(page: Pag
     page.ask("two")
     [[prompt]] = [asked[0] for asked in engine.asked]
     page.click("#xray")
-    page.open_prompt(len(prompt))
+    page.open_prompt(len(prompt), ".message:last-child")
     assert page.texts(".message:last-child .prompt summary") == [
         f"What the model read: {len(prompt)} tokens, 7 of them from the prompt cache"
     ]
@@ -250,7 +248,8 @@ def test_bytes_that_are_no_character_and_replies_without_a_record(page: Page) ->
     assert page.run(FACTS)["probability"] == "none was recorded"
 
 
-def go_on(page: Page, text: str) -> None:
+def go_on(page: Page, text: str, engine: Parrot | None = None) -> None:
+    (engine or page.engine).will_say(text)
     page.click(".message:last-child .text-button")
     page.wait(f"[...document.querySelectorAll('.message')].at(-1).textContent.includes('{text}') && {DONE}")
 
@@ -267,7 +266,7 @@ def test_one_reply_is_written_at_a_time(page: Page) -> None:
     page.ask("The miller ")
     page.click("#xray")
     page.open_prompt()
-    page.begin("more", "word " * 20, seconds=0.05)
+    page.begin("more", "word " * 20, seconds=0.03)
     page.click(".prompt .token", 2)
     page.click("button.alternative:not(:disabled)")
     page.wait(DONE)
@@ -280,8 +279,7 @@ def test_another_model_goes_on_with_its_own_tokens(browser: Chrome) -> None:
     with visiting(browser, {"first": first, "second": second}) as page:
         page.ask("go", REPLY, reason="length")
         page.run("document.getElementById('model').value = 'second'")
-        second.will_say(" at dawn")
-        go_on(page, "at dawn")
+        go_on(page, " at dawn", second)
         asked = render_prompt(tokenizer, [{"role": "user", "content": "go"}])
         assert tokenizer.encode(REPLY) != first.tokenizer.encode(REPLY)
         assert second.asked[0][0] == [[*asked, *tokenizer.encode(REPLY)]]

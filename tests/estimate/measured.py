@@ -16,28 +16,17 @@ from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.process import peak_resident, reset_peak_resident, resident
 from quern.recipe import ModelRecipe, Resolved, TrainRecipe
-from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
 from quern.train.state import build_model, build_state, compile_model
 from quern.train.step import train_step
-
-RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
+from tests.support.models import RECIPES
 
 
 def recipe(
-    architecture: str,
-    width: int,
-    rows: int,
-    micro_rows: int,
-    depth: int = 4,
-    vocabulary: int = 4096,
-    recomputed: int = 0,
+    architecture: str, rows: int, micro_rows: int, depth: int = 4, vocabulary: int = 4096, recomputed: int = 0
 ) -> Resolved:
-    context = 256
-    shape = ModelRecipe(width=width, head_dim=64, context=context, vocab_size=vocabulary, bos=0, windows="L")
-    train = TrainRecipe(
-        steps=4, batch_tokens=rows * context, micro_batch_tokens=micro_rows * context, recompute=recomputed
-    )
+    shape = ModelRecipe(width=128, head_dim=64, context=256, vocab_size=vocabulary, bos=0, windows="L")
+    train = TrainRecipe(steps=4, batch_tokens=256 * rows, micro_batch_tokens=256 * micro_rows, recompute=recomputed)
     return resolve(replace(RECIPES[architecture], depth=depth, model=shape, train=train))
 
 
@@ -47,7 +36,7 @@ def peak(mesh: Mesh, architecture: str, dtype: str, compiled: bool = False, **si
     torch.backends.mkldnn.set_flags(False)  # its scratch memory differs between processors
     return_freed_memory()
     machine = Machine(torch.device("cpu"), DTYPES[dtype], compiled, 1)
-    tiny = recipe(architecture, 128, 2 * mesh.dp, 1, depth=2, vocabulary=512, recomputed=min(2, sizes["recomputed"]))
+    tiny = recipe(architecture, 2 * mesh.dp, 1, depth=2, vocabulary=512, recomputed=min(2, sizes["recomputed"]))
     _steps(tiny, machine, mesh)
     gc.collect()
     before = resident()

@@ -36,7 +36,6 @@ class Case:
     dtype: str
     rows: int
     micro_rows: int
-    width: int = 128
     recomputed: int = 0
     zero: int = 2
 
@@ -64,7 +63,7 @@ MORE_CASES = (
     "case", [*CASES, *(pytest.param(one, marks=pytest.mark.campaign) for one in MORE_CASES)], ids=str
 )
 def test_the_peak_is_as_predicted(case: Case, ranks: Ranks, law: Law) -> None:
-    sizes = {name: getattr(case, name) for name in ("width", "rows", "micro_rows", "recomputed")}
+    sizes = {name: getattr(case, name) for name in ("rows", "micro_rows", "recomputed")}
     flags: dict[str, Any] = {"tp": case.tp, "zero": case.zero, "architecture": case.architecture, "dtype": case.dtype}
     found = ranks(case.dp * case.tp, "tests.estimate.measured:peak", **flags, **sizes)
     layout = lay_out(measured.recipe(case.architecture, **sizes), DTYPES[case.dtype], case.dp, case.tp, case.zero)
@@ -91,7 +90,7 @@ def test_buffers_by_hand(monkeypatch: Any) -> None:
 
 
 def test_the_compiler_keeps_less_and_a_gpu_less_still() -> None:
-    layout = lay_out(measured.recipe("gpt", width=128, rows=4, micro_rows=4), torch.bfloat16, 1, 1)
+    layout = lay_out(measured.recipe("gpt", rows=4, micro_rows=4), torch.bfloat16, 1, 1)
     eager, compiled, gpu = (
         memory(layout, device, done).activations for device, done in (("cpu", False), ("cpu", True), ("cuda", True))
     )

@@ -127,8 +127,3 @@ def test_a_ring_by_hand() -> None:
     # One adapter for the machine, of which the eighth of the groups has an eighth.
     assert ethernet.ring_seconds(2, 8, 4e9, 1, 1) == pytest.approx(2 * 2e-5 + 4e9 / (0.8 * 12.5e9 / 8))
     assert ethernet.ring_seconds(1, 8, 4e9, 1, 1) == 0.0
-
-
-def test_an_unknown_part_of_lab_names_the_known_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["lab", "guess"]) == 1
-    assert "the lab has no 'guess'; all of them: quern lab" in capsys.readouterr().err

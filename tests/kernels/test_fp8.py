@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy
 from quern.kernels.fp8 import E4M3, E5M2, HeadProducts, fp8_linear, product, quantise
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
+from tests.laws.test_cross_entropy_law import loss_inputs, loss_with_gradients
 from tests.support import fp8_oracle as oracle
 from tests.support.deviation import random, with_gradients
 from tests.support.fp8_oracle import through
@@ -78,26 +80,14 @@ def test_nothing_waits_for_the_device() -> None:
 # The head's products in the loss ----------------------------------------------------------------------------
 
 CAPS: dict[str, Cap] = {"tanh": TanhCap(15.0), "sigmoid": SigmoidCap(30.0, 25.0), "no": NoCap()}
-
-
 emulated_products = partial(HeadProducts, emulated=True)
+in_fp8: Any = partial(cross_entropy, products=emulated_products)
 
 
-def loss_inputs(N: int, V: int, D: int, std: float = 0.3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normed hidden states; a third of the targets masked, the others weighted, some negatively."""
-    generator = torch.Generator().manual_seed(N)
-    x = torch.nn.functional.rms_norm(torch.randn(N, D, generator=generator), (D,))
-    targets = torch.randint(0, V, (N,), generator=generator)
-    scale = torch.randn(N, generator=generator) * (torch.rand(N, generator=generator) > 1 / 3) / N
-    return x, std * torch.randn(V, D, generator=generator), targets, scale
-
-
-def loss_and_gradients(inputs: tuple[Tensor, ...], cap: Cap, **options: object) -> list[Tensor]:
-    x, weight = (part.clone().requires_grad_() for part in inputs[:2])
-    total, losses = cross_entropy(x, weight, *inputs[2:], cap, **options)  # type: ignore[arg-type]
-    total.backward()
-    assert x.grad is not None and weight.grad is not None
-    return [losses, x.grad, weight.grad]
+def normed_inputs(N: int, V: int, D: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The law's inputs, with normed hidden states and smaller weights."""
+    x, weight, targets, scale = loss_inputs(N, V, D)
+    return F.rms_norm(x, (D,)), 0.2 * weight, targets, scale
 
 
 def expected_loss_and_gradients(inputs: tuple[Tensor, ...], cap: Cap) -> list[np.ndarray]:
@@ -107,7 +97,7 @@ def expected_loss_and_gradients(inputs: tuple[Tensor, ...], cap: Cap) -> list[np
     x8 = through(array(x), oracle.E4M3, np.float32(np.sqrt(D) / 448))
     w8 = through(array(weight), oracle.E4M3, np.float32(24 / 448))
     logits = torch.from_numpy(x8 @ w8.T).requires_grad_()
-    losses = torch.nn.functional.cross_entropy(cap(logits), targets, reduction="none")
+    losses = F.cross_entropy(cap(logits), targets, reduction="none")
     (losses * scale).sum().backward()
     assert logits.grad is not None
     slope = cap.tanh_form[0] / cap.tanh_form[1] if cap.tanh_form else 1.0
@@ -118,8 +108,8 @@ def expected_loss_and_gradients(inputs: tuple[Tensor, ...], cap: Cap) -> list[np
 
 @pytest.mark.parametrize("cap", CAPS)
 def test_the_heads_products_in_the_loss(cap: str) -> None:
-    inputs = loss_inputs(CHUNK_TOKENS + 48, 208, 32)
-    found = loss_and_gradients(inputs, CAPS[cap], products=emulated_products)
+    inputs = normed_inputs(CHUNK_TOKENS + 48, 208, 32)
+    found = loss_with_gradients(in_fp8, inputs, CAPS[cap])
     expected = expected_loss_and_gradients(inputs, CAPS[cap])
     assert np.abs(array(found[0]) - expected[0]).max() <= 2e-5
     for ours, e in zip(found[1:], expected[1:], strict=True):
@@ -131,34 +121,34 @@ def test_the_heads_products_in_the_loss(cap: str) -> None:
 def test_rows_with_small_denominators_keep_their_gradients() -> None:
     """The worst error of a row of dx, over the sum of its terms' sizes, where half of the rows have logits around 10,
     the others around -10, and so denominators that differ by a factor of 10^8."""
-    _, weight, targets, _ = loss_inputs(64, 208, 32)
-    common = torch.nn.functional.normalize(random(32), dim=0)
+    _, weight, targets, _ = normed_inputs(64, 208, 32)
+    common = F.normalize(random(32), dim=0)
     weight += 2.1 * common
     x = math.sqrt(32) * common * torch.tensor([1.0, -1.0]).repeat(32)[:, None]
     inputs = x, weight, targets, torch.full((64,), 1 / 64)
     logits = (x @ weight.T).requires_grad_()
-    torch.nn.functional.cross_entropy(TanhCap(15.0)(logits), targets).backward()
+    F.cross_entropy(TanhCap(15.0)(logits), targets).backward()
     assert logits.grad is not None
-    plain = loss_and_gradients(inputs, TanhCap(15.0))[1]
-    found = loss_and_gradients(inputs, TanhCap(15.0), products=emulated_products)[1]
+    plain = loss_with_gradients(cross_entropy, inputs, TanhCap(15.0))[1]
+    found = loss_with_gradients(in_fp8, inputs, TanhCap(15.0))[1]
     worst = (1 + 1 / 8) * (1 + 1 / 16) - 1  # every gradient and every weight rounded as badly as can be
     assert ((found - plain).norm(dim=1) / (logits.grad.abs() @ weight.norm(dim=1))).max() <= worst
 
 
 def test_a_head_saturates_and_stays_finite() -> None:
     """Hidden states beyond sqrt(width) and weights beyond 24 count as that much."""
-    x, weight, targets, scale = loss_inputs(32, 48, 16)
+    x, weight, targets, scale = normed_inputs(32, 48, 16)
     x[0], weight[0] = 1e6, -1e6
     at_the_ends = x.clone(), weight.clone()
     at_the_ends[0][0], at_the_ends[1][0] = 4.0, -24.0
-    over = loss_and_gradients((x, weight, targets, scale), TanhCap(15.0), products=emulated_products)
-    ends = loss_and_gradients((*at_the_ends, targets, scale), TanhCap(15.0), products=emulated_products)
+    over = loss_with_gradients(in_fp8, (x, weight, targets, scale), TanhCap(15.0))
+    ends = loss_with_gradients(in_fp8, (*at_the_ends, targets, scale), TanhCap(15.0))
     assert all(torch.isfinite(a).all() and torch.equal(a, b) for a, b in zip(over, ends, strict=True))
 
 
 def test_small_gradients_of_the_head_do_not_underflow() -> None:
     """E5M2's smallest normal number is 2^-14 / 57344 of its largest, 2^-29.8; over 448 it would be 2^-22.8."""
-    x, weight, _, _ = loss_inputs(16, 48, 16)
+    x, weight, _, _ = normed_inputs(16, 48, 16)
     products = emulated_products(x, weight, torch.ones(()))
     dx, _ = products.gradients(slice(0, 16), torch.full((16, 48), 2.0**-29), torch.ones(16))
     expected = torch.full((16, 48), 2.0**-29) @ weight
@@ -166,6 +156,6 @@ def test_small_gradients_of_the_head_do_not_underflow() -> None:
 
 
 def test_all_masked_is_zero_and_not_nan() -> None:
-    x, weight, targets, _ = loss_inputs(16, 48, 16)
-    losses, dx, dw = loss_and_gradients((x, weight, targets, torch.zeros(16)), NoCap(), products=emulated_products)
+    x, weight, targets, _ = normed_inputs(16, 48, 16)
+    losses, dx, dw = loss_with_gradients(in_fp8, (x, weight, targets, torch.zeros(16)), NoCap())
     assert torch.isfinite(losses).all() and dx.count_nonzero() == 0 and dw.count_nonzero() == 0
