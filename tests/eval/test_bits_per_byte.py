@@ -15,14 +15,22 @@ from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model
 KINDS = ["mill", "other", "other", "mill", "", "mill", "other"]
 
 
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture
+def model(tokenizer):
+    return tiny_model(tokenizer.vocab_size)
+
+
 def corpus_of(tokenizer, texts: list[str]) -> Corpus:
     return memory_corpus([[tokenizer.bos, *tokenizer.encode(text)] for text in texts])
 
 
-def test_each_kind_has_the_score_of_its_documents_and_the_whole_that_of_all() -> None:
-    tokenizer = tiny_tokenizer()
-    model, val = tiny_model(tokenizer.vocab_size), corpus_of(tokenizer, TEXTS)
-    train = corpus_of(tokenizer, TEXTS[::-1])
+def test_each_kind_has_the_score_of_its_documents_and_the_whole_that_of_all(tokenizer, model):
+    val, train = corpus_of(tokenizer, TEXTS), corpus_of(tokenizer, TEXTS[::-1])
     found = text_scores(model, tokenizer, CPU, val, train, kinds=KINDS, context=16, rows=4)
     assert [score.task for score in found] == ["validation", "train", "validation/mill", "validation/other"]
     for score in found:
@@ -50,23 +58,13 @@ def test_a_sample_is_all_over_the_text_and_no_larger_than_asked(tokens: int, len
     assert cut.gather(0).tolist() == list(range(60)), "one long document is cut"
 
 
-def test_documents_of_the_world_are_known_by_their_text() -> None:
-    pairs, tokenizer = list(documents_of_kinds(3, 0.02, "val")), tiny_tokenizer()
+def test_documents_of_the_world_are_known_by_their_text(tokenizer):
+    pairs = list(documents_of_kinds(3, 0.02, "val"))
     assert [text for _, text in pairs] == list(documents(3, 0.02, "val"))
     assert {kind for kind, _ in pairs} <= set(KINDS_OF_TEXT)
     texts = [text for _, text in pairs[:6]]
     corpus = corpus_of(tokenizer, [*texts, "changed"])
     assert kinds_of_documents(corpus, tokenizer, pairs) == [*(kind for kind, _ in pairs[:6]), ""]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
-
-
-@pytest.fixture
-def model(tokenizer):
-    return tiny_model(tokenizer.vocab_size)
 
 
 def test_special_tokens_masked_targets_and_padding_count_on_neither_side(tokenizer, model):

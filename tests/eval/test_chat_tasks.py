@@ -28,7 +28,7 @@ from quern.eval.run_task import Records
 from quern.eval.score import Score
 from quern.eval.task import Item, passage, question
 from quern.generate.engine import Engine
-from quern.generate.sandbox import Program, Sandbox, SandboxError
+from quern.generate.sandbox import Program
 from quern.mixture.sources import to_messages
 from quern.model.gpt import GPT
 from quern.records import read_lines
@@ -36,6 +36,7 @@ from quern.rl.environment import draw_item, is_right_number, last_number, load_e
 from quern.text.chat import Message, render
 from quern.text.tokenizer import Tokenizer
 from tests.eval.test_evaluate import evaluate
+from tests.generate.sandbox.test_sandbox import opened
 from tests.support.exported import toy_recipe, write_run
 from tests.support.rows import write_rows
 from tests.support.tiny_model import CPU, tiny_model
@@ -44,6 +45,7 @@ ARC = {"question": "Which grows?", "choices": {"text": ["rye", "tin"], "label": 
 MMLU = {"question": "Which grows?", "choices": ["rye", "tin", "oak"], "answer": 1}
 CORE = {"query": "Question: Which grows?", "choices": ["rye", "tin"], "gold": 1}
 GSM8K = {"question": "Ann has 3 eggs and lays 4. How many?", "answer": "She has 3+4=<<3+4=7>>7 eggs.\n#### 7"}
+EASY = {"question": "Bo has 2. How many?", "answer": "#### 2"}
 CODE = {
     "task_id": "HumanEval/0",
     "prompt": 'BASE = 2\n\n\ndef twice(n: int) -> int:\n    """Twice n."""\n',
@@ -79,7 +81,7 @@ def folder(tmp_path: Path) -> Path:
     write_rows(data / "ARC-Challenge/test-00000-of-00001.parquet", [ARC, {**ARC, "question": "Which sinks?"}])
     write_rows(data / "ARC-Challenge/train-00000-of-00001.parquet", [ARC])
     write_rows(data / "mmlu/all/test-00000-of-00001.parquet", [MMLU, {**MMLU, "question": "Which rusts?", "answer": 2}])
-    write_rows(data / "gsm8k/test.jsonl", [GSM8K, {"question": "Bo has 2. How many?", "answer": "#### 2"}])
+    write_rows(data / "gsm8k/test.jsonl", [GSM8K, EASY])
     write_rows(data / "gsm8k/train.jsonl", [GSM8K])
     write_rows(data / "HumanEval.jsonl", [CODE])
     return data
@@ -94,10 +96,6 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train(["The miller has 3 eggs + 4 eggs. def twice(n): return BASE * n"] * 4, 300)
-
-
-def engine_of(model: GPT, tokenizer: Tokenizer) -> Engine:
-    return Engine(model.eval(), tokenizer, CPU)
 
 
 def asked_of(folder: Path, *names: str, limit: int | None = None) -> list[Asked]:
@@ -184,18 +182,14 @@ def test_a_reply_is_a_body_or_a_whole_function(tmp_path: Path, reply: str, right
     (item,) = read_items(write_rows(tmp_path / "humaneval.jsonl", [CODE]), "humaneval")
     program = program_of(item, reply)
     assert trusting([program]) == outcomes([right])
-    try:
-        with Sandbox(workers=1) as sandbox:
-            assert [outcome.passed for outcome in sandbox.run([program])] == [right]
-    except SandboxError:
-        pytest.skip("no sandbox works on this machine")
+    with opened(1) as sandbox:
+        assert [outcome.passed for outcome in sandbox.run([program])] == [right]
 
 
 def conversation(item: Item) -> list[Message]:
     """An item with a right answer: for GSM8K one that calls the calculator."""
-    rows = {row["question"]: row for row in (GSM8K, {"question": "Bo has 2. How many?", "answer": "#### 2"})}
     if item.kind == "gsm8k":
-        return to_messages(rows[item.question])
+        return to_messages(next(row for row in (GSM8K, EASY) if row["question"] == item.question))
     answer = "-".join(item.answer) if item.kind == "spelling" else item.answer
     return [*item.messages, {"role": "assistant", "content": answer}]
 
@@ -229,7 +223,7 @@ def test_a_model_that_knows_the_answers_scores_one_on_every_task(
     model = tiny_model(tokenizer.vocab_size, 256)
     model.initialize(0)
     learn(model, tokenizer, [conversation(item) for one in asked for item in one.items])
-    engine = engine_of(model, tokenizer)
+    engine = Engine(model.eval(), tokenizer, CPU)
     scores = run_chat(engine, asked, Records(tmp_path / "answers", {"step": 3}), base=False, samples=2)
     assert {score.task: score.value for score in scores if score.value != 1.0 and score.metric != "pass@1"} == {}
     assert [score.task for score in scores[-2:]] == ["chat/humaneval", "ChatCORE"]
@@ -249,7 +243,7 @@ def test_pass_at_k_is_the_estimate_of_many_samples(
     """Against every way to draw k of n replies: which replies pass is decided here."""
     items = read_items(write_rows(tmp_path / "humaneval.jsonl", [CODE, CODE]), "humaneval")
     task = replace(BY_NAME["humaneval"].task(items), max_tokens=2)
-    engine = engine_of(tiny_model(tokenizer.vocab_size, 64), tokenizer)
+    engine = Engine(tiny_model(tokenizer.vocab_size, 64).eval(), tokenizer, CPU)
     passes = iter([[True] * 3 + [False] * 9, [False] * 12])
     sandbox = types.SimpleNamespace(run=lambda programs: outcomes(next(passes)))
     monkeypatch.setattr("quern.eval.chat.open_sandbox", lambda workers: sandbox)
@@ -304,11 +298,6 @@ def test_the_command_asks_chat_tasks_and_finds_planted_questions(
     assert "  chat/mmlu                    25.00%, accuracy" in capsys.readouterr().out
 
 
-ROWS = [
-    {"question": f"What is {n} + 1?", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"} for n in range(40)
-]
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -330,16 +319,13 @@ ROWS = [
     ],
 )
 def test_numbers_are_read_by_value(text: str, value: str) -> None:
-    assert last_number(text) == Decimal(value)
-    assert (
-        is_right_number(question("?", value), text)
-        and not is_right_number(question("?", value), "none")
-        and not is_right_number(question("?", "77"), text)
-    )
+    assert last_number(text) == Decimal(value) and is_right_number(question("?", value), text)
+    assert not is_right_number(question("?", value), "none") and not is_right_number(question("?", "77"), text)
 
 
 def test_files_are_found_and_practised(tmp_path: Path) -> None:
-    compressed = write_rows(tmp_path / "deep/train.jsonl.gz", ROWS)
+    rows = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1\n#### {n + 1}"} for n in range(40)]
+    compressed = write_rows(tmp_path / "deep/train.jsonl.gz", rows)
     environment = load_environment("gsm8k", tmp_path)
     item = draw_item(environment, "3")
     assert item.answer in [str(n + 1) for n in range(40)] and item == draw_item(environment, "3")

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from quern.model.gpt import GPT
 from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE
 from quern.runs.load import LoadedModel
-from quern.text.tokenizer import Tokenizer
+from tests.support.gguf_run import log_probabilities
 from tests.support.rows import write_rows
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
 
@@ -38,13 +37,9 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytest.importorskip("datasets").config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def scores_alone(model: GPT, tokenizer: Tokenizer, row: list[int], first: int) -> tuple[float, bool]:
+def scores_alone(model: GPT, row: list[int], first: int) -> tuple[float, bool]:
     """The sum of the log-probabilities of row[first:], and whether they are the likeliest: one row, no cache."""
-    tokens = torch.tensor([row[:-1]])
-    with torch.no_grad():
-        logits = model.logits(model(tokens, model.context(tokens)))[0, :, : tokenizer.vocab_size].double()
-    logs = torch.log_softmax(logits, -1)
-    span = range(first, len(row))
+    logs, span = log_probabilities(model, row[:-1]), range(first, len(row))
     return sum(logs[at - 1, row[at]].item() for at in span), all(int(logs[at - 1].argmax()) == row[at] for at in span)
 
 
@@ -69,7 +64,7 @@ def test_log_probabilities_are_those_of_one_request_at_a_time(loaded: LoadedMode
         start = 1 + len(text.encode(context.rstrip()))
         row = [text.bos, *text.encode(context + continuation)]
         cut = max(0, len(row) - (CONTEXT + 1))
-        expected, likeliest = scores_alone(loaded.model, text, row[cut:], start - cut)
+        expected, likeliest = scores_alone(loaded.model, row[cut:], start - cut)
         assert score == pytest.approx(expected, abs=1e-3) and greedy == likeliest
     assert found[0] == pytest.approx(found[-1])
     bos, ids = [text.bos], text.encode("the baker")
@@ -93,7 +88,7 @@ def test_rolling_windows_predict_each_token_once(loaded: LoadedModel) -> None:
         while at < len(ids):
             end = min(len(ids), at + CONTEXT)
             row = ids[max(0, end - CONTEXT - 1) : end]
-            expected += scores_alone(loaded.model, text, row, len(row) - (end - at))[0]
+            expected += scores_alone(loaded.model, row, len(row) - (end - at))[0]
             at = end
         assert score == pytest.approx(expected, abs=1e-3)
     assert len(text.encode(texts[1])) > 2 * CONTEXT
@@ -108,10 +103,7 @@ def test_generation_stops_and_keeps_the_order(loaded: LoadedModel) -> None:
         ids = [text.bos, *text.encode(prompt)][-(CONTEXT - 12) :]
         said: list[int] = []
         for _ in range(12):
-            tokens = torch.tensor([[*ids, *said]])
-            with torch.no_grad():
-                logits = loaded.model.logits(loaded.model(tokens, loaded.model.context(tokens)))[0, -1]
-            said.append(int(logits[: text.vocab_size].argmax()))
+            said.append(int(log_probabilities(loaded.model, [*ids, *said])[-1].argmax()))
             if said[-1] >= text.vocab_size - len(text.special_tokens):
                 said.pop()
                 break

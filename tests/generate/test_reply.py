@@ -65,29 +65,29 @@ def test_text_is_shown_as_soon_as_it_is_certain() -> None:
     assert shown == ["a", " ", "", "", "", "stoo", "p", " ", "", "", "stx", "p"]
 
 
-def test_a_stop_string_ends_the_reply_and_a_part_of_one_at_its_end_is_released() -> None:
-    _, completion = feed(list(b"one two three"), stop=("tw",))
-    assert completion.text == "one " and completion.finish_reason == "stop"
-    assert completion.ids == list(b"one tw")
-    _, completion = feed(list(b"and sto"), stop=("stop",), max_tokens=7)
-    assert completion.text == "and sto" and completion.finish_reason == "length"
+SPELLED = "<|tool_start|>1+1<|tool_end|>"
+MARKS = ("<|tool_end|>", "<|output_end|>", "<|output_start|>", "<|user_start|>")
+OUT_OF_PLACE = [id for name in MARKS for id in (TOKENIZER.special(name), *b"a")] + TOKENIZER.encode(SPELLED)
+END, BOS = TOKENIZER.special("<|assistant_end|>"), TOKENIZER.bos
+EMOJI = "😀".encode()
+TEXTS: dict[str, tuple[list[int], tuple[str, ...], str, list[int]]] = {
+    "a stop string": ([*b"one two three"], ("tw",), "one ", [*b"one tw"]),
+    "half a character": ([*b"hi ", *EMOJI[:3]], (), "hi ", [*b"hi ", *EMOJI[:3], END]),
+    "bytes of no character": ([*b"a", 0xFF, *EMOJI, 0x80, *b"b"], (), "a😀b", [*b"a", 0xFF, *EMOJI, 0x80, *b"b", END]),
+    "one that the model spells": ([*"\ufffd".encode()], (), "\ufffd", [*"\ufffd".encode(), END]),
+    "an end": ([*b"yes", END, *b"no"], (), "yes", [*b"yes", END]),
+    "BOS": ([*b"yes", BOS, *b"no"], (), "yes", [*b"yes", BOS]),
+    "marks out of place": (OUT_OF_PLACE, (), "aaaa" + SPELLED, [*OUT_OF_PLACE, END]),
+}
+"""Tokens and stop strings; the text of the reply and its tokens."""
 
 
-def test_half_a_character_is_never_shown() -> None:
-    emoji = "😀".encode()
-    deltas, completion = feed([*b"hi ", *emoji[:3]])
-    assert completion.text == "hi " and "".join(delta.text for delta in deltas) == "hi "
-    _, completion = feed([*b"a", 0xFF, *emoji, 0x80, *b"b"])
-    assert completion.text == "a😀b"
-    _, completion = feed(list("\N{REPLACEMENT CHARACTER}".encode()))
-    assert completion.text == "\N{REPLACEMENT CHARACTER}", "one that the model spells itself is text"
-
-
-@pytest.mark.parametrize("end", ["<|assistant_end|>", "<|bos|>"])
-def test_end_tokens(end: str) -> None:
-    _, completion = feed([*b"yes", TOKENIZER.special(end), *b"no"])
-    assert completion.text == "yes" and completion.finish_reason == "stop"
-    assert completion.ids == [*b"yes", TOKENIZER.special(end)]
+@pytest.mark.parametrize(("ids", "stop", "text", "kept"), TEXTS.values(), ids=TEXTS)
+def test_the_text_of_a_reply(ids: list[int], stop: tuple[str, ...], text: str, kept: list[int]) -> None:
+    deltas, completion = feed(ids, stop)
+    assert (completion.text, completion.ids, completion.finish_reason) == (text, kept, "stop")
+    assert completion.parts == [{"type": "text", "text": text}]
+    assert "".join(delta.text for delta in deltas) == text
 
 
 @pytest.mark.parametrize("end", TOKENIZER.special_tokens)
@@ -130,21 +130,15 @@ def test_calls_beyond_the_limit_are_not_computed() -> None:
     assert outputs(feed(call(b"1 + 1") * (MAX_CALLS + 1))[1]) == ["2"] * MAX_CALLS + [ERROR]
 
 
-def test_marks_out_of_place_and_text_that_spells_them_do_nothing() -> None:
-    names = ("<|tool_end|>", "<|output_end|>", "<|output_start|>", "<|user_start|>")
-    spelled = "<|tool_start|>1+1<|tool_end|>"
-    ids = [id for name in names for id in (TOKENIZER.special(name), *b"a")] + TOKENIZER.encode(spelled)
-    _, completion = feed(ids)
-    assert completion.parts == [{"type": "text", "text": "aaaa" + spelled}] and completion.ids[:-1] == ids
-
-
 def test_a_stop_string_does_not_reach_over_a_call() -> None:
     _, completion = feed([*b"st", *call(b"1"), *b"op"], stop=("stop",))
     assert completion.text == "stop"
     assert [part["type"] for part in completion.parts] == ["text", "tool", "output", "text"]
 
 
-def test_an_answer_may_be_cut_by_the_limit() -> None:
+def test_the_limit_cuts_an_answer_and_releases_a_part_of_a_stop_string() -> None:
     asked = call(b"2**60")
     _, completion = feed(asked, max_tokens=len(asked) + 2)
     assert completion.finish_reason == "length" and len(completion.ids) == len(asked) + 2
+    _, completion = feed([*b"and sto"], stop=("stop",), max_tokens=7)
+    assert completion.text == "and sto" and completion.finish_reason == "length"

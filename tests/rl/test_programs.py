@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from quern.generate.sandbox import Sandbox, SandboxError
 from quern.rl.environment import FILE, load_environment, program_in
+from tests.generate.sandbox.test_sandbox import opened
 from tests.support.rows import write_rows
 
 EXERCISES = [
@@ -14,16 +14,8 @@ EXERCISES = [
 ]
 
 
-def works() -> bool:
-    try:
-        Sandbox(workers=1).close()
-    except SandboxError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not works(), reason="no sandbox works on this machine")
 def test_a_program_is_rewarded_for_passing_its_check(tmp_path: Path) -> None:
+    opened(1).close()  # skips where no sandbox works
     write_rows(tmp_path / FILE, EXERCISES)
     environment = load_environment("programs", tmp_path)
     item = environment.ask("seed")
