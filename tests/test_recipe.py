@@ -17,13 +17,7 @@ from quern.recipe import ConversationSource, ModelRecipe, OptimRecipe, Recipe, S
 from quern.recipes.gpt import RECIPE
 from quern.recipes.llama import RECIPE as LLAMA
 from quern.recipes.unet import RECIPE as UNET
-from quern.resolve import (
-    MINIMUM_BATCH_TOKENS,
-    batch_rule,
-    resolve,
-    sft_batch_rule,
-    table_decay_rule,
-)
+from quern.resolve import MINIMUM_BATCH_TOKENS, batch_rule, resolve, sft_batch_rule, table_decay_rule
 from tests.support.toy_training import toy_recipe
 
 PARTS = {"text": TextRecipe, "model": ModelRecipe, "optim": OptimRecipe, "train": TrainRecipe, "sft": SftRecipe}

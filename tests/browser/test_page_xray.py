@@ -251,7 +251,7 @@ def test_bytes_that_are_no_character_and_replies_without_a_record(page: Page) ->
 def go_on(page: Page, text: str, engine: Parrot | None = None) -> None:
     (engine or page.engine).will_say(text)
     page.click(".message:last-child .text-button")
-    page.wait(f"[...document.querySelectorAll('.message')].at(-1).textContent.includes('{text}') && {DONE}")
+    page.wait(f"[...document.querySelectorAll('.message')].at(-1).textContent.includes('{text.strip()}') && {DONE}")
 
 
 def test_one_reply_is_written_at_a_time(page: Page) -> None:

@@ -11,19 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from quern.eval import chat
 from quern.eval.answers import item_hash
-from quern.eval.chat import (
-    BY_NAME,
-    PARTS,
-    TASKS,
-    Asked,
-    chat_core,
-    find_chat_tasks,
-    program_of,
-    read_items,
-    run_chat,
-    sampled_scores,
-)
 from quern.eval.run_task import Records
 from quern.eval.score import Score
 from quern.eval.task import Item, passage, question
@@ -98,8 +87,8 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train(["The miller has 3 eggs + 4 eggs. def twice(n): return BASE * n"] * 4, 300)
 
 
-def asked_of(folder: Path, *names: str, limit: int | None = None) -> list[Asked]:
-    return find_chat_tasks(folder, folder, names, limit, lambda line: None)
+def asked_of(folder: Path, *names: str, limit: int | None = None) -> list[chat.Asked]:
+    return chat.find_chat_tasks(folder, folder, names, limit, lambda line: None)
 
 
 @pytest.mark.parametrize("row", [ARC, MMLU, CORE, {**MMLU, "answer": "B"}])
@@ -114,15 +103,15 @@ def test_multiple_choice_in_every_form(tmp_path: Path, row: dict[str, Any], name
 
 def test_files_are_found_and_missing_ones_are_named(folder: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    assert [one.task for one in find_chat_tasks(folder, tmp_path, [], 2, said.append)][:4] == list(TASKS[:4])
+    assert [one.task for one in chat.find_chat_tasks(folder, tmp_path, [], 2, said.append)][:4] == list(chat.TASKS[:4])
     (folder / "mmlu/all/test-00000-of-00001.parquet").unlink()
-    assert "mmlu" not in {one.task.name for one in find_chat_tasks(folder, tmp_path, [], None, said.append)}
+    assert "mmlu" not in {one.task.name for one in chat.find_chat_tasks(folder, tmp_path, [], None, said.append)}
     assert any(line.startswith("not asked: chat/mmlu") for line in said)
     with pytest.raises(ValueError, match="has no file for mmlu: give its folder"):
         asked_of(folder, "mmlu")
     with pytest.raises(ValueError, match="chat has no task 'x': use arc_easy, arc_challenge"):
         asked_of(folder, "x")
-    assert [one.task.name for one in find_chat_tasks(None, tmp_path, ["counting"], 3, said.append)] == ["counting"]
+    assert [one.task.name for one in chat.find_chat_tasks(None, tmp_path, ["counting"], 3, said.append)] == ["counting"]
 
 
 @pytest.mark.parametrize(
@@ -144,18 +133,18 @@ def test_a_damaged_row_is_named_with_its_line(tmp_path: Path, name: str, row: An
     good = {"mmlu": MMLU, "arc_easy": ARC, "gsm8k": GSM8K, "humaneval": CODE}[name]
     path = write_rows(tmp_path / f"{name}.jsonl", [good, row])
     with pytest.raises(ValueError, match=f"{name}.jsonl, line 2: no row of {name}: .*{message}"):
-        read_items(path, name)
+        chat.read_items(path, name)
 
 
 def test_files_cut_short_or_empty_are_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "mmlu.jsonl.gz", [MMLU] * 500)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(OSError, match=r"cannot read .*mmlu.jsonl.gz, it may be cut short"):
-        read_items(path, "mmlu")
+        chat.read_items(path, "mmlu")
     with pytest.raises(ValueError, match="has no rows of gsm8k"):
-        read_items(write_rows(tmp_path / "gsm8k.jsonl", []), "gsm8k")
+        chat.read_items(write_rows(tmp_path / "gsm8k.jsonl", []), "gsm8k")
     with pytest.raises(ValueError, match="no row of gsm8k: the key .answer. is missing"):
-        read_items(write_rows(tmp_path / "gsm8k.parquet", [{"other": 1}]), "gsm8k")
+        chat.read_items(write_rows(tmp_path / "gsm8k.parquet", [{"other": 1}]), "gsm8k")
 
 
 def test_a_limit_takes_the_first_of_one_order(tmp_path: Path) -> None:
@@ -179,8 +168,8 @@ def test_a_limit_takes_the_first_of_one_order(tmp_path: Path) -> None:
     ],
 )
 def test_a_reply_is_a_body_or_a_whole_function(tmp_path: Path, reply: str, right: bool) -> None:
-    (item,) = read_items(write_rows(tmp_path / "humaneval.jsonl", [CODE]), "humaneval")
-    program = program_of(item, reply)
+    (item,) = chat.read_items(write_rows(tmp_path / "humaneval.jsonl", [CODE]), "humaneval")
+    program = chat.program_of(item, reply)
     assert trusting([program]) == outcomes([right])
     with opened(1) as sandbox:
         assert [outcome.passed for outcome in sandbox.run([program])] == [right]
@@ -219,15 +208,15 @@ def learn(model: GPT, tokenizer: Tokenizer, conversations: Sequence[list[Message
 def test_a_model_that_knows_the_answers_scores_one_on_every_task(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    asked = [*asked_of(folder, *(task.name for task in PARTS)), *asked_of(folder, "spelling", "counting", limit=2)]
+    asked = [*asked_of(folder, *(task.name for task in chat.PARTS)), *asked_of(folder, "spelling", "counting", limit=2)]
     model = tiny_model(tokenizer.vocab_size, 256)
     model.initialize(0)
     learn(model, tokenizer, [conversation(item) for one in asked for item in one.items])
     engine = Engine(model.eval(), tokenizer, CPU)
-    scores = run_chat(engine, asked, Records(tmp_path / "answers", {"step": 3}), base=False, samples=2)
+    scores = chat.run_chat(engine, asked, Records(tmp_path / "answers", {"step": 3}), base=False, samples=2)
     assert {score.task: score.value for score in scores if score.value != 1.0 and score.metric != "pass@1"} == {}
     assert [score.task for score in scores[-2:]] == ["chat/humaneval", "ChatCORE"]
-    assert [score.task for score in scores[:7]] == [f"chat/{task.name}" for task in TASKS]
+    assert [score.task for score in scores[:7]] == [f"chat/{task.name}" for task in chat.TASKS]
     assert [score.chance for score in scores[:5]] == [1 / 2, 1 / 2, 1 / 3, 0.0, 0.0]
     lines = read_lines(tmp_path / "answers/chat/gsm8k.answers.jsonl")
     assert lines[0].items() >= {"step": 3, "task": "chat/gsm8k"}.items() and len(lines) == 3
@@ -241,13 +230,13 @@ def test_pass_at_k_is_the_estimate_of_many_samples(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against every way to draw k of n replies: which replies pass is decided here."""
-    items = read_items(write_rows(tmp_path / "humaneval.jsonl", [CODE, CODE]), "humaneval")
-    task = replace(BY_NAME["humaneval"].task(items), max_tokens=2)
+    items = chat.read_items(write_rows(tmp_path / "humaneval.jsonl", [CODE, CODE]), "humaneval")
+    task = replace(chat.BY_NAME["humaneval"].task(items), max_tokens=2)
     engine = Engine(tiny_model(tokenizer.vocab_size, 64).eval(), tokenizer, CPU)
     passes = iter([[True] * 3 + [False] * 9, [False] * 12])
     sandbox = types.SimpleNamespace(run=lambda programs: outcomes(next(passes)))
     monkeypatch.setattr("quern.eval.chat.open_sandbox", lambda workers: sandbox)
-    scores, right = sampled_scores(engine, task, items, 12, base=True)
+    scores, right = chat.sampled_scores(engine, task, items, 12, base=True)
     assert right == {0: 3, 1: 0} and [score.metric for score in scores] == ["pass@1", "pass@10"]
     missed = math.comb(9, 10) / math.comb(12, 10)
     assert [score.value for score in scores] == pytest.approx([3 / 12 / 2, (1 - missed) / 2])
@@ -256,20 +245,20 @@ def test_pass_at_k_is_the_estimate_of_many_samples(
 def test_only_all_questions_of_all_tasks_are_chatcore() -> None:
     values = {"arc_easy": 0.625, "arc_challenge": 0.25, "mmlu": 0.4, "gsm8k": 0.1, "humaneval": 0.0}
     scores = {name: Score(f"chat/{name}", "accuracy", value, 0.0, 1.0, 100, 0.25) for name, value in values.items()}
-    asked = [Asked(task, [], True) for task in PARTS]
-    mean = chat_core(asked, scores)
+    asked = [chat.Asked(task, [], True) for task in chat.PARTS]
+    mean = chat.chat_core(asked, scores)
     assert mean and mean.value is not None and mean.task == "ChatCORE"
     assert mean.value == pytest.approx((0.5 + 0 + 0.2 + 0.1 + 0) / 5)
     by_hand = [(0.625 * 0.375, 0.75), (0.25 * 0.75, 0.75), (0.4 * 0.6, 0.75), (0.1 * 0.9, 1.0)]
     error = math.sqrt(sum(v / 100 / scale**2 for v, scale in by_hand)) / 5
     assert mean.high == pytest.approx(mean.value + 1.959964 * error)
-    cut = chat_core([*asked[:4], asked[4]._replace(whole=False)], scores)
+    cut = chat.chat_core([*asked[:4], asked[4]._replace(whole=False)], scores)
     assert cut and cut.task == "mean of 5 of ChatCORE's 5 tasks, not all questions"
-    left = chat_core(asked, scores | {"mmlu": replace(scores["mmlu"], skipped=3)})
+    left = chat.chat_core(asked, scores | {"mmlu": replace(scores["mmlu"], skipped=3)})
     assert left and left.task == "mean of 5 of ChatCORE's 5 tasks, 3 questions left out"
-    four = chat_core(asked[:4], {name: scores[name] for name in list(values)[:4]})
+    four = chat.chat_core(asked[:4], {name: scores[name] for name in list(values)[:4]})
     assert four and four.task == "mean of 4 of ChatCORE's 5 tasks"
-    assert chat_core([Asked(TASKS[5], [], True)], {"spelling": scores["mmlu"]}) is None
+    assert chat.chat_core([chat.Asked(chat.TASKS[5], [], True)], {"spelling": scores["mmlu"]}) is None
 
 
 @pytest.mark.usefixtures("trusted")

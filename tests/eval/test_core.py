@@ -13,17 +13,7 @@ import pytest
 import torch
 
 from experiments.bigram import BigramGPT
-from quern.eval.core import (
-    ARCHIVE,
-    BY_NAME,
-    TASKS,
-    VERSIONS,
-    core_bundle,
-    find_tasks,
-    make_example,
-    read_rows,
-    run_core,
-)
+from quern.eval import core
 from quern.eval.likelihood import score_examples
 from quern.eval.run_task import Records
 from quern.generate.engine import Engine
@@ -67,7 +57,7 @@ def rows_of(kind: str, count: int, draw: random.Random) -> list[dict[str, Any]]:
 def bundle(tmp_path: Path) -> Path:
     """All 22 tasks with 14 rows each, some of them gzipped, in two folders."""
     folder = tmp_path / "bundle"
-    for task in TASKS:
+    for task in core.TASKS:
         name = f"{task.kind}/{task.file}.jsonl{'.gz' if task.file.startswith('b') else ''}"
         write_rows(folder / name, rows_of(task.kind, 14, random.Random(task.file)))
     return folder
@@ -101,9 +91,10 @@ def with_lookback(tokenizer: Tokenizer) -> GPT:
 def test_prompts_and_scores_are_those_of_one_row_at_a_time(
     bundle: Path, tokenizer: Tokenizer, name: str, make_model: Callable[[Tokenizer], GPT]
 ) -> None:
-    task, model, path = BY_NAME[name], make_model(tokenizer), next(bundle.rglob(f"{BY_NAME[name].file}.jsonl*"))
-    rows, context = read_rows(path, task), int(model.shape.context or 0)
-    made = [make_example(task, rows, item, tokenizer, context) for item in range(len(rows))]
+    task, model = core.BY_NAME[name], make_model(tokenizer)
+    path = next(bundle.rglob(f"{task.file}.jsonl*"))
+    rows, context = core.read_rows(path, task), int(model.shape.context or 0)
+    made = [core.make_example(task, rows, item, tokenizer, context) for item in range(len(rows))]
     examples = [example for example in made if example]
     assert len(examples) == 14
     if task.shots == 10:
@@ -122,33 +113,33 @@ def test_prompts_and_scores_are_those_of_one_row_at_a_time(
 
 def test_options_of_equal_length_share_their_beginning_also_when_they_are_cut(tokenizer: Tokenizer) -> None:
     equal = [{"query": "the miller ground", "choices": ["xy", "qz"], "gold": 0}]
-    same = make_example(BY_NAME["copa"], equal, 0, tokenizer, 10_000)
+    same = core.make_example(core.BY_NAME["copa"], equal, 0, tokenizer, 10_000)
     assert same and len(set(map(len, same.rows))) == 1
-    alike = make_example(BY_NAME["copa"], equal, 0, tokenizer, len(same.rows[0]) - 3)
+    alike = core.make_example(core.BY_NAME["copa"], equal, 0, tokenizer, len(same.rows[0]) - 3)
     assert alike and alike.cropped and alike.shared == same.shared - 2
     long = [{"context": "a", "continuation": "the miller ground the corn " * 20}]
-    assert make_example(BY_NAME["lambada_openai"], long, 0, tokenizer, 16) is None
+    assert core.make_example(core.BY_NAME["lambada_openai"], long, 0, tokenizer, 16) is None
 
 
 def test_the_mean_of_all_tasks_has_a_name_and_a_version(bundle: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     engine, records, said = engine_of(tokenizer), tmp_path / "records", list[str]()
-    scores = run_core(engine, find_tasks(bundle), Records(records, {"step": 3}), said.append)
+    scores = core.run_core(engine, core.find_tasks(bundle), Records(records, {"step": 3}), said.append)
     assert [score.task for score in scores[-2:]] == ["CORE v1", "CORE v2"]
-    for version, mean in zip(VERSIONS, scores[-2:], strict=True):
+    for version, mean in zip(core.VERSIONS, scores[-2:], strict=True):
         centred = [
             ((s.value or 0.0) - t.baseline(version)) / (1 - t.baseline(version))
-            for s, t in zip(scores, TASKS, strict=False)
+            for s, t in zip(scores, core.TASKS, strict=False)
         ]
         assert mean.value == pytest.approx(sum(centred) / 22)
     assert scores[-1].value != scores[-2].value
     chances = {"choice": 0.25, "schema": 0.5, "language": 0.0}
-    assert [score.chance for score in scores[:-2]] == [chances[task.kind] for task in TASKS]
+    assert [score.chance for score in scores[:-2]] == [chances[task.kind] for task in core.TASKS]
     lines = read_lines(records / "core/boolq.answers.jsonl")
     assert len(lines) == 15 and lines[0]["step"] == 3
     assert {"item", "prompt", "answer", "gold", "losses"} <= set(lines[1])
     (next(bundle.rglob("coqa.jsonl"))).unlink()
-    scores = run_core(engine, find_tasks(bundle), Records(records, {"step": 3}), said.append)
-    assert [score.task for score in scores[-2:]] == [f"mean of 21 of CORE's 22 tasks, {v}" for v in VERSIONS]
+    scores = core.run_core(engine, core.find_tasks(bundle), Records(records, {"step": 3}), said.append)
+    assert [score.task for score in scores[-2:]] == [f"mean of 21 of CORE's 22 tasks, {v}" for v in core.VERSIONS]
     assert "not asked: coqa" in said
 
 
@@ -168,25 +159,25 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str, messag
     path = tmp_path / "copa.jsonl"
     path.write_text('{"query": "q", "choices": ["a", "b"], "gold": 1}\n' + line + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=f"copa.jsonl, line 2.*{message}"):
-        read_rows(path, BY_NAME["copa"])
+        core.read_rows(path, core.BY_NAME["copa"])
 
 
 def test_too_few_rows_for_the_shots_and_missing_files_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "piqa.jsonl"
     path.write_text('{"query": "q", "choices": ["a", "b"], "gold": 1}\n' * 10, encoding="utf-8")
     with pytest.raises(ValueError, match="has 10 rows, and piqa needs more than its 10 shots"):
-        read_rows(path, BY_NAME["piqa"])
+        core.read_rows(path, core.BY_NAME["piqa"])
     with pytest.raises(ValueError, match="has no file for copa: give its folder"):
-        find_tasks(tmp_path, ["copa", "piqa"])
+        core.find_tasks(tmp_path, ["copa", "piqa"])
 
     with pytest.raises(FileNotFoundError, match="there is no file or folder"):
-        find_tasks(tmp_path / "none")
-    assert find_tasks(tmp_path, ["piqa", "piqa"]) == [(BY_NAME["piqa"], path)]
+        core.find_tasks(tmp_path / "none")
+    assert core.find_tasks(tmp_path, ["piqa", "piqa"]) == [(core.BY_NAME["piqa"], path)]
     for folder in ("api_compatible_gauntlet", "copy"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "piqa.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match="piqa has several files, leave one: .*copy/piqa.jsonl, [^,]*piqa.jsonl$"):
-        find_tasks(tmp_path)
+        core.find_tasks(tmp_path)
 
 
 ROWS = "".join(json.dumps({"query": f"{n} and", "choices": ["one", "two"], "gold": n % 2}) + "\n" for n in range(9))
@@ -211,8 +202,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def offer(hub: Hub, content: bytes) -> tuple[str, str]:
     """The bundle at the server."""
-    hub.others = {ARCHIVE: content}
-    return f"{hub.url}/{ARCHIVE}", hashlib.sha256(content).hexdigest()
+    hub.others = {core.ARCHIVE: content}
+    return f"{hub.url}/{core.ARCHIVE}", hashlib.sha256(content).hexdigest()
 
 
 FILES = {
@@ -226,12 +217,12 @@ FILES = {
 def test_the_bundle_is_fetched_once_and_its_tasks_are_found(hub: Hub, tmp_path: Path) -> None:
     bundle = offer(hub, zipped(FILES))
     hub.cuts = [100]
-    found = core_bundle(tmp_path, print, bundle)
+    found = core.core_bundle(tmp_path, print, bundle)
     assert len(hub.asked) == 2, "the first answer broke off"
     assert [path.name for path in found.rglob("*") if path.is_file()] == ["copa.jsonl"]
-    [(task, path)] = find_tasks(found)
-    assert task.name == "copa" and len(read_rows(path, task)) == 9
-    assert core_bundle(tmp_path, print, bundle) == found and len(hub.asked) == 2
+    [(task, path)] = core.find_tasks(found)
+    assert task.name == "copa" and len(core.read_rows(path, task)) == 9
+    assert core.core_bundle(tmp_path, print, bundle) == found and len(hub.asked) == 2
 
 
 def test_an_interrupted_unpacking_leaves_nothing_and_is_done_again(
@@ -241,6 +232,6 @@ def test_an_interrupted_unpacking_leaves_nothing_and_is_done_again(
     with monkeypatch.context() as patched:
         patched.setattr("quern.eval.core.sync_path", lambda path: (_ for _ in ()).throw(OSError("the disk is full")))
         with pytest.raises(OSError, match="the disk is full; or name a folder with CORE's files with --bundle"):
-            core_bundle(tmp_path, print, bundle)
-    assert sorted(path.name for path in (tmp_path / "downloads/core").iterdir()) == [".lock", ARCHIVE]
-    assert find_tasks(core_bundle(tmp_path, print, bundle))
+            core.core_bundle(tmp_path, print, bundle)
+    assert sorted(path.name for path in (tmp_path / "downloads/core").iterdir()) == [".lock", core.ARCHIVE]
+    assert core.find_tasks(core.core_bundle(tmp_path, print, bundle))

@@ -22,17 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from quern.kernels import cross_entropy_triton, rope_triton
-from quern.kernels.attention.flash_launch import (
-    KERNELS,
-    KEYS,
-    QUERIES,
-    READ_IN_TILES,
-    WITH_DESCRIPTORS,
-    WITH_POINTERS,
-    Tiles,
-    candidates,
-    shared_bytes,
-)
+from quern.kernels.attention import flash_launch as launch
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +100,7 @@ SPILLED_BYTES = 512  # a handful of registers, outside the loops; a tile that is
 class Variant(NamedTuple):
     kernel: str
     E: int
-    tiles: Tiles
+    tiles: launch.Tiles
     architecture: int
     descriptors: bool
     packed: bool
@@ -125,12 +115,12 @@ class Compiled(NamedTuple):
 
 
 def compiled(variant: Variant, folder: Path) -> Compiled:
-    kernel, (queries, keys, warps, stages) = KERNELS[variant.kernel], variant.tiles
+    kernel, (queries, keys, warps, stages) = launch.KERNELS[variant.kernel], variant.tiles
     constants = {"GROUPS": variant.groups, "E": variant.E, "BOUNDED": variant.packed, "PRECISION": "ieee"}
-    constants |= {QUERIES: queries, KEYS: keys, "TMA": variant.descriptors}
+    constants |= {launch.QUERIES: queries, launch.KEYS: keys, "TMA": variant.descriptors}
     if not variant.packed:
         constants |= {"first": None, "last": None}
-    read = READ_IN_TILES[variant.kernel] if variant.descriptors else {}
+    read = launch.READ_IN_TILES[variant.kernel] if variant.descriptors else {}
     types: dict[str, Any] = {}
     for name in kernel.arg_names:
         rows = constants.get(read.get(name, ""))
@@ -161,9 +151,9 @@ def compiled(variant: Variant, folder: Path) -> Compiled:
 def variants(head_dims: tuple[int, ...], rows: int) -> Iterator[Variant]:
     """The first `rows` of each list of tiles, for each architecture that uses it."""
     for descriptors, architectures in ((True, (90,)), (False, (80, 90))):
-        kernels = WITH_DESCRIPTORS if descriptors else WITH_POINTERS
+        kernels = launch.WITH_DESCRIPTORS if descriptors else launch.WITH_POINTERS
         for kernel, E, architecture in itertools.product(kernels, head_dims, architectures):
-            for tiles in candidates(kernel, E, 2, descriptors, SHARED_MEMORY[architecture])[:rows]:
+            for tiles in launch.candidates(kernel, E, 2, descriptors, SHARED_MEMORY[architecture])[:rows]:
                 for packed, groups in ((False, 1), (True, 4)):
                     yield Variant(kernel, E, tiles, architecture, descriptors, packed, groups)
 
@@ -175,7 +165,7 @@ def check(variant: Variant, folder: Path) -> None:
     if variant.descriptors:
         assert not found.serialised
         assert "wgmma.mma_async" in found.ptx and "cp.async.bulk.tensor" in found.ptx
-        estimate = shared_bytes(variant.kernel, variant.tiles, variant.E, 2, True)
+        estimate = launch.shared_bytes(variant.kernel, variant.tiles, variant.E, 2, True)
         assert abs(found.shared_bytes - estimate) <= 4096
 
 
@@ -200,11 +190,11 @@ def test_all_tiles_suit_the_hardware(variant: Variant, tmp_path: Path) -> None:
 
 
 def test_tiles_that_are_too_large_are_found(tmp_path: Path) -> None:
-    large = Variant("key_gradients", 128, Tiles(128, 64, 4, 2), 90, True, packed=False)
+    large = Variant("key_gradients", 128, launch.Tiles(128, 64, 4, 2), 90, True, packed=False)
     assert compiled(large, tmp_path).spilled_bytes > SPILLED_BYTES
 
 
 def test_no_window_and_no_length_is_compiled_for() -> None:
     for name in ("forward", "query_gradient", "key_gradients"):
-        varying = {parameter.name for parameter in KERNELS[name].params if parameter.do_not_specialize}
+        varying = {parameter.name for parameter in launch.KERNELS[name].params if parameter.do_not_specialize}
         assert varying >= {"T", "window", "length_class"}

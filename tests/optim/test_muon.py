@@ -10,15 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from experiments.adam_h_head import AdamH
 from quern.optim.adamw import AdamW
 from quern.optim.groups import Rule
-from quern.optim.muon import (
-    Muon,
-    MuonH,
-    PlainMuon,
-    newton_schulz,
-    norms,
-    polar_express,
-    sphere_step_,
-)
+from quern.optim.muon import Muon, MuonH, PlainMuon, newton_schulz, norms, polar_express, sphere_step_
 from tests.support.deviation import random
 
 CONSTANTS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "beta2": 0.9, "weight_decay": 0.1}

@@ -47,11 +47,7 @@ def test_what_cannot_be_cut_is_refused_and_unchanged() -> None:
     tied = sharded.whole_model("gpt")
     tied.head.weight = tied.embedding.weight
     for model, shards, message in (
-        (
-            sharded.whole_model("gpt"),
-            8,
-            r"8 shards cannot share 4 key-value heads evenly: .*one of \[1, 2, 4\]",
-        ),
+        (sharded.whole_model("gpt"), 8, r"8 shards cannot share 4 key-value heads evenly: .*one of \[1, 2, 4\]"),
         # 2 and 4 divide the heads, but not the ranks
         (sharded.whole_model("gpt"), 3, r"evenly: use --tp of one of \[1\]$"),
         (odd, 4, r"86 indices of blocks.0.mlp.gate_up along dim 1 evenly: .*one of \[1, 2\]"),

@@ -190,13 +190,12 @@ def test_a_poisoned_step_is_skipped_recorded_and_training_goes_on(tmp_path: Path
 def test_too_many_in_a_row_stop_and_name_the_last_good_checkpoint(
     saved: bool, rate: float | None, tmp_path: Path
 ) -> None:
-    stage, began = Stage(stage="pretrain", run_dir=RunDir(tmp_path, "r")), {"optim": {"lr_scale": rate}}
-    rates = stage._lower_rates(Origin("", recipe=began))  # pyright: ignore[reportPrivateUsage]
-    for name in ("sft", "rl"):
-        own = replace(stage, stage=name)._lower_rates(  # pyright: ignore[reportPrivateUsage]
-            Origin("", recipe={name: {"lr_share": 0.5}} | began)
-        )
-        assert own == f"--{name}.lr-share 0.25"
+    began = {"optim": {"lr_scale": rate}} | {name: {"lr_share": 0.5} for name in ("sft", "rl")}
+    rates, *own = (
+        Stage(stage=name, run_dir=RunDir(tmp_path, "r"))._lower_rates(Origin("", recipe=began))  # pyright: ignore[reportPrivateUsage]
+        for name in ("pretrain", "sft", "rl")
+    )
+    assert own == ["--sft.lr-share 0.25", "--rl.lr-share 0.25"]
     first = 5 if saved else 1
     state = toy_state(toy_recipe(max_skips=2))
     # A save of every second step is due while the steps are not finite.
@@ -222,17 +221,22 @@ def test_too_many_in_a_row_stop_and_name_the_last_good_checkpoint(
 # Signals ----------------------------------------------------------------------------------------------------
 
 
+def signalled(step: int, steps: int, **changes: Any) -> TrainingPlan:
+    """A plan of so many steps, after one of which the process is asked to stop."""
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        if state.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    return toy_plan(steps, evaluators=[(1, evaluate)], **changes)
+
+
 @pytest.mark.parametrize("more_follows", [False, True])
 def test_a_signal_in_the_last_step_finishes_the_run_and_ends_what_would_follow(
     more_follows: bool, tmp_path: Path
 ) -> None:
-    def evaluate(state: TrainState) -> dict[str, float]:
-        if state.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return {}
-
-    plan = toy_plan(3, evaluators=[(1, evaluate)])
-    code, said = go(tmp_path, toy_state(), plan, more_follows=more_follows)
+    code, said = go(tmp_path, toy_state(), signalled(2, 3), more_follows=more_follows)
     assert (code, said) == (
         (EXIT_STOPPED, ["stopped after step 3 as asked, and saved: continue with `--resume`"])
         if more_follows
@@ -267,18 +271,12 @@ class OnTwins(TorchBackend):
 
 
 def test_several_ranks_end_what_would_follow_and_count_no_compilation(tmp_path: Path) -> None:
-    def evaluate(state: TrainState) -> dict[str, float]:
-        if state.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return {}
-
     state = toy_state()
     backend = OnTwins(state, CPU)
     state.optimizer.mesh = replace(state.optimizer.mesh, world=Twins("world", 2, 0))
-    plan = toy_plan(3, evaluators=[(1, evaluate)])
     said = list[str]()
     with StageFolder(tmp_path) as folder:
-        assert train(backend, toy_loader(), plan, folder, Reporter(said.append), True) == EXIT_STOPPED
+        assert train(backend, toy_loader(), signalled(2, 3), folder, Reporter(said.append), True) == EXIT_STOPPED
     assert said == ["stopped after step 3 as asked, and saved"]
     assert manifest.steps(tmp_path / "checkpoints") == [3] and kinds(tmp_path)[-1] == "finish"
     assert [own > 0 for _, own, *_ in backend.told] == [False, False, True]  # the first step compiles
@@ -302,12 +300,7 @@ def test_records_that_rank_0_cannot_write_at_the_end_stop_all_ranks(tmp_path: Pa
 def test_a_signal_stops_after_the_steps_that_belong_together(
     asked: int, code: int, saved: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def evaluate(state: TrainState) -> dict[str, float]:
-        if state.step == asked:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return {}
-
-    assert go(tmp_path, toy_state(), toy_plan(8, evaluators=[(1, evaluate)], together=3, save_every=6))[0] == code
+    assert go(tmp_path, toy_state(), signalled(asked, 8, together=3, save_every=6))[0] == code
     assert manifest.steps(tmp_path / "checkpoints") == saved
     assert "finishing this round" in capfd.readouterr().err
 
@@ -331,15 +324,12 @@ def test_a_resumed_run_drops_what_the_uninterrupted_one_does(tmp_path: Path) -> 
     assert differing(snapshot(whole), snapshot(second)) == []
 
 
-class OneBatch(Loader):
-    """The same batch at every step."""
-
-    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        return super().batch(0, rank, ranks)
-
-
 def test_every_step_and_every_seed_draws_anew(tmp_path: Path) -> None:
     """At a rate of zero the weights stay, so that losses on one batch differ by what is dropped alone."""
+
+    class OneBatch(Loader):
+        def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+            return super().batch(0, rank, ranks)
 
     def losses(dropout: float, seed: int) -> list[float]:
         path = tmp_path / f"{dropout}-{seed}"

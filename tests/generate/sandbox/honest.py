@@ -43,10 +43,7 @@ def f():
 """,
         "assert program.f() == [1, 2]",
     ),
-    "asyncio": (
-        "import asyncio\ndef f(): return asyncio.run(asyncio.sleep(0.01, 7))",
-        "assert program.f() == 7",
-    ),
+    "asyncio": ("import asyncio\ndef f(): return asyncio.run(asyncio.sleep(0.01, 7))", "assert program.f() == 7"),
     "random bytes": (
         "import random, secrets\ndef f(): return secrets.token_bytes(9), random.SystemRandom().random()",
         "assert program.f() != program.f()",

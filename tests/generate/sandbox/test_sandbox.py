@@ -182,11 +182,11 @@ def start_with(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     ("change", "message"),
     [
         ("c.apply = lambda ruleset, limits: None", r"a program is not confined: AssertionError: \['process'"),
-        ("c.MOST_FILES = -2", ""),  # it fails: an error, and not an outcome
+        ("c.MOST_FILES = -2", None),  # it fails: an error, and not an outcome
     ],
 )
 def test_a_guest_without_protection_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tier: str, change: str, message: str
+    monkeypatch: pytest.MonkeyPatch, tier: str, change: str, message: str | None
 ) -> None:
     """The probe of a start finds each protection that is missing."""
     start_with(monkeypatch, change)

@@ -11,22 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quern.kernels.attention import autotune
 from quern.kernels.attention.attend import MaskSpec, attend, attend_plain
-from quern.kernels.attention.autotune import (
-    BLOCKED,
-    CUDNN,
-    FLASH,
-    HIDING,
-    KINDS,
-    SDPA,
-    Backend,
-    Picked,
-    example,
-    installed_flash,
-    pick,
-    problem_with,
-    select_attention,
-)
 from quern.machine import Machine
 from tests.support.deviation import deviation, random, with_gradients
 from tests.support.interpreter import Interpreted
@@ -35,7 +21,7 @@ CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 SMALL = (2, 100, 4, 2, 16)
 
 
-def broken(mistake: str) -> Backend:
+def broken(mistake: str) -> autotune.Backend:
     def path(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
         if mistake == "raises":
             raise RuntimeError("no kernel image is available\nfor this device")
@@ -45,21 +31,21 @@ def broken(mistake: str) -> Backend:
             return attend(q, k, v, mask, scale) * float("nan")
         return attend(q, k, v, replace(mask, window=None), scale)
 
-    return Backend(mistake, path, HIDING)
+    return autotune.Backend(mistake, path, autotune.HIDING)
 
 
-def slow(name: str, seconds: float) -> Backend:
+def slow(name: str, seconds: float) -> autotune.Backend:
     def path(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
         time.sleep(seconds)
         return attend(q, k, v, mask, scale)
 
-    return Backend(name, path, HIDING)
+    return autotune.Backend(name, path, autotune.HIDING)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", autotune.KINDS)
 def test_what_works_is_found_to_work(kind: str) -> None:
-    for backend in (BLOCKED, SDPA):
-        assert problem_with(backend, kind, replace(CPU, compile=kind == "growing")) is None
+    for backend in (autotune.BLOCKED, autotune.SDPA):
+        assert autotune.problem_with(backend, kind, replace(CPU, compile=kind == "growing")) is None
 
 
 @pytest.mark.parametrize(
@@ -72,9 +58,9 @@ def test_what_works_is_found_to_work(kind: str) -> None:
     ],
 )
 def test_what_is_broken_is_found_and_left_out(mistake: str, says: str) -> None:
-    problem = problem_with(broken(mistake), "window", CPU)
+    problem = autotune.problem_with(broken(mistake), "window", CPU)
     assert problem is not None and says in problem and "\n" not in problem
-    backend, notes = pick("window", [broken(mistake), slow("slow", 0.0)], CPU, SMALL)
+    backend, notes = autotune.pick("window", [broken(mistake), slow("slow", 0.0)], CPU, SMALL)
     assert backend.name == "slow"
     assert len(notes) == 1 and notes[0].startswith(f"{mistake} attention does not work here (")
 
@@ -84,44 +70,44 @@ def test_a_path_that_breaks_the_graph_is_left_out_where_the_machine_compiles() -
         torch._dynamo.graph_break()
         return attend(q, k, v, mask, scale)
 
-    assert problem_with(Backend("x", untraceable), "full", CPU) is None
-    assert problem_with(Backend("x", untraceable), "full", replace(CPU, compile=True)) is not None
+    assert autotune.problem_with(autotune.Backend("x", untraceable), "full", CPU) is None
+    assert autotune.problem_with(autotune.Backend("x", untraceable), "full", replace(CPU, compile=True)) is not None
 
 
 def test_the_fastest_is_picked_but_only_if_clearly() -> None:
     usual, faster, little_faster = slow("usual", 0.1), slow("faster", 0.0), slow("a little faster", 0.095)
-    assert pick("full", [usual, faster], CPU, SMALL)[0] is faster
-    assert pick("full", [usual, little_faster], CPU, SMALL)[0] is usual
+    assert autotune.pick("full", [usual, faster], CPU, SMALL)[0] is faster
+    assert autotune.pick("full", [usual, little_faster], CPU, SMALL)[0] is usual
 
 
 def test_a_dense_mask_is_only_the_last_resort() -> None:
-    assert pick("window", [SDPA, slow("skips", 0.05)], CPU, SMALL)[0].name == "skips"
+    assert autotune.pick("window", [autotune.SDPA, slow("skips", 0.05)], CPU, SMALL)[0].name == "skips"
     for kind in ("window", "growing", "documents"):
-        backend, notes = pick(kind, [SDPA], CPU, SMALL)
-        assert backend is BLOCKED and "block by block" in notes[0]
-    assert pick("full", [SDPA], CPU, SMALL) == (SDPA, [])
+        backend, notes = autotune.pick(kind, [autotune.SDPA], CPU, SMALL)
+        assert backend is autotune.BLOCKED and "block by block" in notes[0]
+    assert autotune.pick("full", [autotune.SDPA], CPU, SMALL) == (autotune.SDPA, [])
 
 
 def test_a_cpu_has_one_path_and_the_others_come_by_kind() -> None:
-    machine = select_attention(CPU)
-    assert machine.attention is BLOCKED
+    machine = autotune.select_attention(CPU)
+    assert machine.attention is autotune.BLOCKED
     assert machine.describe()["attention"] == "blocked"
     calls: list[str] = []
 
-    def named(name: str) -> Backend:
-        return Backend(name, lambda q, k, v, mask, scale: calls.append(name) or attend(q, k, v, mask, scale))
+    def named(name: str) -> autotune.Backend:
+        return autotune.Backend(name, lambda q, k, v, mask, scale: calls.append(name) or attend(q, k, v, mask, scale))
 
-    picked = Picked({kind: named(kind) for kind in KINDS})
+    picked = autotune.Picked({kind: named(kind) for kind in autotune.KINDS})
     q = torch.randn(2, 300, 2, 8)
-    for kind in KINDS:
-        mask = example(kind, 300)
+    for kind in autotune.KINDS:
+        mask = autotune.example(kind, 300)
         assert (picked.attend(q, q, q, mask, 0.2) - attend_plain(q, q, q, mask, 0.2)).abs().max() <= 1e-5
-    assert calls == list(KINDS)
+    assert calls == list(autotune.KINDS)
 
 
 def test_what_is_not_installed_is_an_import_error() -> None:
     with pytest.raises(ImportError):
-        installed_flash("flash_attn_interface_that_nobody_has")
+        autotune.installed_flash("flash_attn_interface_that_nobody_has")
 
 
 @pytest.mark.parametrize(("T", "E", "recorded"), [(9, 100, True), (9, 256, True), (1, 64, True), (9, 64, False)])
@@ -129,15 +115,15 @@ def test_heads_that_cudnn_has_no_kernel_for_take_another(T: int, E: int, recorde
     """On a CPU it has none for any, and says so. Without gradients, where lengths vary, each would cost it a plan."""
     q, k, v = (torch.randn(1, T, heads, E) for heads in (4, 2, 2))
     with torch.set_grad_enabled(recorded):
-        found = CUDNN.attend(q, k, v, MaskSpec(), None)
+        found = autotune.CUDNN.attend(q, k, v, MaskSpec(), None)
     assert (found - attend_plain(q, k, v, MaskSpec())).abs().max() <= 1e-5
 
 
 def triton_deviation(kind: str) -> float:
     """Runs where Triton interprets."""
-    mask = example(kind, 70)
+    mask = autotune.example(kind, 70)
     q, k, v, grad = (random(2, 70, heads, 16, seed=seed) for seed, heads in enumerate((4, 2, 2, 4)))
-    paths = (FLASH.attend, attend_plain)
+    paths = (autotune.FLASH.attend, attend_plain)
     ours, expected = (with_gradients(partial(path, mask=mask, scale=0.3), (q, k, v), grad) for path in paths)
     return deviation(ours, expected)
 
