@@ -90,24 +90,11 @@ def test_a_model_that_has_learnt_is_followed(engine: Engine) -> None:
                 p.copy_(old)
 
 
-def test_each_engine_has_its_own_version(engine: Engine) -> None:
-    """The compiler keeps all versions of one function together and is asked to check arguments only."""
-    model = toy_model("L", depth=1, context=CONTEXT - 30, vocab_size=toy_tokenizer().vocab_size)
-    other = Engine(model, toy_tokenizer(), replace(CPU, compile=True))
-    other.warm_up((1,))
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for one in (engine, other):
-            plain = Engine(one.model, one.tokenizer, CPU)
-            arguments = {"max_tokens": 90, "sampling": GREEDY}
-            assert one.generate([[one.tokenizer.bos]], **arguments) == plain.generate(
-                [[one.tokenizer.bos]], **arguments
-            )
-
-
 def test_models_that_follow_each_other_are_compiled_while_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that watches a run warms each newer model up while another thread reads prompts, eagerly. The versions
-    of earlier models must not count."""
-    compile, graphs, inside = torch.compile, list[Any](), threading.Event()
+    of earlier models must not count, and each has its own: the compiler keeps all versions of one function together
+    and is asked to check arguments only."""
+    compile, graphs, inside, engines = torch.compile, list[Any](), threading.Event(), list[Engine]()
 
     def backend(graph: Any, _: Any) -> Any:
         graphs.append(graph)
@@ -124,7 +111,7 @@ def test_models_that_follow_each_other_are_compiled_while_prompts_are_read(monke
     monkeypatch.setattr(torch, "compile", quickly)
     monkeypatch.setattr(compiled_module, "MAX_COMPILED", 2)
     for turn in range(3):
-        model = toy_model("L", depth=1, context=CONTEXT, vocab_size=toy_tokenizer().vocab_size)
+        model = toy_model("L", depth=1, context=CONTEXT - 20 * turn, vocab_size=toy_tokenizer().vocab_size, seed=turn)
         engine, reader = Engine(model, toy_tokenizer(), replace(CPU, compile=True)), threading.Thread(target=read)
         if turn == 2:
             reader.start()
@@ -133,8 +120,12 @@ def test_models_that_follow_each_other_are_compiled_while_prompts_are_read(monke
         assert len(graphs) == turn + 1
         if turn == 2:
             reader.join()
-        with torch.compiler.set_stance("fail_on_recompile"):
-            engine.generate([[engine.tokenizer.bos]], max_tokens=100, sampling=GREEDY)
+        engines.append(engine)
+        for one in engines:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                found = one.generate([[one.tokenizer.bos]], max_tokens=100, sampling=GREEDY)
+            plain = Engine(one.model, one.tokenizer, CPU)
+            assert found == plain.generate([[one.tokenizer.bos]], max_tokens=100, sampling=GREEDY)
 
 
 def test_the_forms_for_few_rows_are_used_and_agree() -> None:
