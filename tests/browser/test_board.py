@@ -99,15 +99,13 @@ def url(out: Path) -> Iterator[str]:
 def open_board(chrome: Chrome, url: str, view: str = "") -> None:
     chrome.open("about:blank")
     chrome.open(f"{url}/{view}")
-    chrome.wait(
-        "document.querySelectorAll('#plot canvas').length === 1 && document.querySelector('#runs tbody tr') !== null"
-    )
+    chrome.wait("document.querySelector('#plot canvas') !== null && document.querySelector('#runs tbody tr') !== null")
 
 
-def choose(chrome: Chrome, name: str, value: str) -> None:
+def choose(chrome: Chrome, name: str, value: str, event: str = "input") -> None:
     chrome.run(
         f"(() => {{ const field = document.getElementById('{name}'); field.value = {json.dumps(value)};"
-        "field.dispatchEvent(new Event('input', {bubbles: true})); })()"
+        f"field.dispatchEvent(new Event('{event}', {{bubbles: true}})); }})()"
     )
 
 
@@ -123,6 +121,10 @@ def rows(chrome: Chrome, table: str) -> list[list[str]]:
     )
 
 
+def until_rows(chrome: Chrome, table: str, count: int) -> None:
+    chrome.wait(f"document.querySelectorAll('#{table} tbody tr').length === {count}")
+
+
 def pixels(chrome: Chrome) -> str:
     """The picture of the plot, as a PNG."""
     return chrome.run("document.querySelector('#plot canvas').toDataURL()")
@@ -131,9 +133,8 @@ def pixels(chrome: Chrome) -> str:
 def test_curves_axes_groups_and_filter(chrome: Chrome, url: str) -> None:
     open_board(chrome, url)
     assert text(chrome, "#plot-heading") == f"{BITS} over steps"
-    assert [row[0] for row in rows(chrome, "lines")] == [
-        f"lr{lr}-s{seed} pretrain" for lr in (0.02, 0.04) for seed in range(3)
-    ]
+    names = [f"lr{lr}-s{seed} pretrain" for lr in (0.02, 0.04) for seed in range(3)]
+    assert [row[0] for row in rows(chrome, "lines")] == names
     assert rows(chrome, "lines")[0][1] == "1.1020"  # 1 + 2 / sqrt(400) + 0.02 / 10
     pictures = [pixels(chrome)]
     for x, words in (("tokens", "tokens"), ("flops", "training FLOPs"), ("seconds", "seconds in steps")):
@@ -147,18 +148,17 @@ def test_curves_axes_groups_and_filter(chrome: Chrome, url: str) -> None:
     pictures.append(pixels(chrome))
     assert len(set(pictures)) == len(pictures), "a choice did not change the plot"
     choose(chrome, "group", "optim.matrix_lr")
-    chrome.wait("document.querySelectorAll('#lines tbody tr').length === 2")
+    until_rows(chrome, "lines", 2)
     values = [2 + 5 / 20 + (seed + 0.02) / 10 for seed in range(3)]
     assert rows(chrome, "lines")[0] == ["0.02", "3", f"{sum(values) / 3:.4f}", "± 0.1"]
     choose(chrome, "group", "*")
     chrome.wait("document.querySelector('#lines tbody th').textContent === 'matrix_lr 0.02'")
     choose(chrome, "filter", "matrix_lr=0.04")
-    chrome.wait("document.querySelectorAll('#lines tbody tr').length === 1")
+    until_rows(chrome, "lines", 1)
     assert [row[1] for row in rows(chrome, "runs")] == ["lr0.04-s0", "lr0.04-s1", "lr0.04-s2"]
+    over = "document.querySelector('#plot .u-over')"
     for kind, x in (("mouseMoved", 300), ("mousePressed", 300), ("mouseMoved", 400), ("mouseReleased", 400)):
-        place = chrome.run(
-            "(({left, top}) => [left, top])(document.querySelector('#plot .u-over').getBoundingClientRect())"
-        )
+        place = chrome.run(f"(({{x, y}}) => [x, y])({over}.getBoundingClientRect())")
         where = {"x": place[0] + x, "y": place[1] + 50}
         chrome.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **where)
         if kind == "mousePressed":
@@ -166,12 +166,9 @@ def test_curves_axes_groups_and_filter(chrome: Chrome, url: str) -> None:
     chrome.wait("!document.getElementById('reset').hidden")
     chrome.run("document.getElementById('reset').click()")
     # The address keeps the view.
-    address = chrome.run("location.hash")
-    open_board(chrome, url, address)
-    assert (
-        text(chrome, "#plot-heading") == "Training loss, nats per token over seconds in steps"
-        and len(rows(chrome, "runs")) == 3
-    )
+    open_board(chrome, url, chrome.run("location.hash"))
+    assert text(chrome, "#plot-heading") == "Training loss, nats per token over seconds in steps"
+    assert len(rows(chrome, "runs")) == 3
 
 
 def test_stages_stand_under_their_run_which_is_opened_renamed_and_removed(chrome: Chrome, url: str, out: Path) -> None:
@@ -232,21 +229,19 @@ def test_the_keyboard_is_enough(chrome: Chrome, url: str) -> None:
     chrome.press("/")
     assert chrome.run("document.activeElement.id") == "filter"
     chrome.type("s0")
-    chrome.wait("document.querySelectorAll('#runs tbody tr').length === 2")
+    until_rows(chrome, "runs", 2)
     reached = []
     for _ in range(40):
         chrome.press("Tab")
         reached.append(
-            chrome.run(
-                "document.activeElement.id || document.activeElement.ariaLabel || document.activeElement.textContent"
-            )
+            chrome.run("(({id, ariaLabel, textContent}) => id || ariaLabel || textContent)(document.activeElement)")
         )
         if reached[-1].startswith("Select lr"):
             break
     order = ["smooth", "logx", "logy", "plot", "Run", "Select lr0.02-s0 pretrain"]
     assert [name for name in reached if name in order] == order, reached
     chrome.press(" ")
-    chrome.wait("document.querySelectorAll('#lines tbody tr').length === 1")
+    until_rows(chrome, "lines", 1)
     assert chrome.run("document.activeElement.ariaLabel") == "Select lr0.02-s0 pretrain", "the focus was lost"
     chrome.run("document.getElementById('plot').focus()")
     chrome.press("Home")
@@ -261,7 +256,7 @@ def test_the_keyboard_is_enough(chrome: Chrome, url: str) -> None:
     assert chrome.run("document.getElementById('reset').hidden") and pixels(chrome) == before
     chrome.run("document.querySelector('#values summary').focus()")
     chrome.press("Enter")
-    chrome.wait("document.querySelectorAll('#points tbody tr').length === 11")
+    until_rows(chrome, "points", 11)
     assert rows(chrome, "points")[-1] == ["400", "1.1020"]
     # Everything that takes input has a name, and every table a caption.
     fields = "[...document.querySelectorAll('input, select, button')]"
@@ -273,9 +268,8 @@ def test_the_keyboard_is_enough(chrome: Chrome, url: str) -> None:
 def test_a_study_has_its_tables_and_curves(chrome: Chrome, url: str) -> None:
     open_board(chrome, url)
     choose(chrome, "study", "night")
-    chrome.wait(
-        "!document.getElementById('study-card').hidden && document.querySelectorAll('#lines tbody tr').length === 2"
-    )
+    chrome.wait("!document.getElementById('study-card').hidden")
+    until_rows(chrome, "lines", 2)
     [verdict] = rows(chrome, "verdicts")
     assert verdict == ["idea", "steps", "3", "−0.1250", "[−0.2500, ∞]", "", "better, small"]
     assert chrome.run("document.querySelectorAll('#verdicts svg').length") == 1
@@ -284,9 +278,8 @@ def test_a_study_has_its_tables_and_curves(chrome: Chrome, url: str) -> None:
         chrome.run(f"document.querySelector('[aria-label=\"Select {arm} seed 0\"]').click()")
     assert rows(chrome, "diff") == [["arm", "gpt", "idea"], ["optim.lr", "0.1", "0.2"]]
     choose(chrome, "study", "")
-    chrome.wait(
-        "document.getElementById('study-card').hidden && document.querySelectorAll('#runs tbody tr').length === 6"
-    )
+    chrome.wait("document.getElementById('study-card').hidden")
+    until_rows(chrome, "runs", 6)
 
 
 def test_rungs_of_a_ladder_are_never_averaged(chrome: Chrome, out: Path, url: str) -> None:
@@ -295,12 +288,9 @@ def test_rungs_of_a_ladder_are_never_averaged(chrome: Chrome, out: Path, url: st
     write_rows(path, [*trials, *(one | {"rung": 1, "bpb": 1.0} for one in trials if one["recipe"] == "gpt")])
     open_board(chrome, url)
     choose(chrome, "study", "night")
-    chrome.wait("document.querySelectorAll('#lines tbody tr').length === 3")
-    assert [row[:2] for row in rows(chrome, "lines")] == [
-        ["gpt · rung 0", "3"],
-        ["gpt · rung 1", "3"],
-        ["idea · rung 0", "3"],
-    ]
+    until_rows(chrome, "lines", 3)
+    expected = ["gpt · rung 0", "gpt · rung 1", "idea · rung 0"]
+    assert [row[:2] for row in rows(chrome, "lines")] == [[name, "3"] for name in expected]
 
 
 def test_a_bookmark_of_a_study_that_was_removed_shows_the_runs(chrome: Chrome, url: str) -> None:
@@ -313,7 +303,7 @@ def test_a_bookmark_of_a_study_that_was_removed_shows_the_runs(chrome: Chrome, u
 def test_a_folder_of_studies_alone_opens_with_the_first(chrome: Chrome, out: Path, url: str) -> None:
     shutil.rmtree(out / "runs")
     open_board(chrome, url)
-    chrome.wait("document.querySelectorAll('#lines tbody tr').length === 2")
+    until_rows(chrome, "lines", 2)
     assert chrome.run("document.getElementById('study').value") == "night"
     assert [row[:2] for row in rows(chrome, "lines")] == [["gpt", "3"], ["idea", "3"]]
     choose(chrome, "study", "")  # stays chosen, although there are no runs
@@ -331,10 +321,7 @@ def test_themes(chrome: Chrome, url: str, tmp_path: Path) -> None:
             assert chrome.run("document.documentElement.scrollWidth <= window.innerWidth"), f"wider than {width} pixels"
             pictures[dark], grounds[dark] = path.read_bytes(), chrome.run(ground)
     assert grounds[True] != grounds[False] and pictures[True] != pictures[False]
-    chrome.run(
-        "(() => { const theme = document.getElementById('theme'); theme.value = 'light';"
-        "theme.dispatchEvent(new Event('change')); })()"
-    )
+    choose(chrome, "theme", "light", "change")
     assert chrome.run(ground) == grounds[False], "the switch goes before the system's setting"
     open_board(chrome, url)
     assert chrome.run(ground) == grounds[False], "the switch was forgotten"
@@ -344,15 +331,12 @@ def test_themes(chrome: Chrome, url: str, tmp_path: Path) -> None:
 
 def test_a_live_run_grows(chrome: Chrome, out: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script = shutil.copytree(WEB, out / "web") / "board.js"
-    whole = script.read_text(encoding="utf-8")
-    script.write_text(whole.replace("POLL_SECONDS = 2,", "POLL_SECONDS = 0.2,"), encoding="utf-8")
+    script.write_text(script.read_text("utf-8").replace("POLL_SECONDS = 2,", "POLL_SECONDS = 0.2,"), "utf-8")
     monkeypatch.setattr("quern.lab.board.server.WEB", out / "web")
     folder = write_run(out, "live", steps=100, done=False)
     open_board(chrome, url, "#y=loss&filter=live")
     chrome.wait("document.querySelector('#runs .running') !== null")
-    [value] = [row[1] for row in rows(chrome, "lines")]
-    assert value == f"{2 + 5 / 10 + 0.002:.4f}"
-    press_state = "document.getElementById('live').getAttribute('aria-pressed')"
+    assert [row[1] for row in rows(chrome, "lines")] == [f"{2 + 5 / 10 + 0.002:.4f}"]
     before = pixels(chrome)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(line(400, 0.02))
@@ -363,9 +347,9 @@ def test_a_live_run_grows(chrome: Chrome, out: Path, url: str, monkeypatch: pyte
     chrome.wait("document.querySelector('#runs .finished') !== null")
     # A new run appears by itself; with Live off nothing changes.
     write_run(out, "live-2", steps=50, done=False)
-    chrome.wait("document.querySelectorAll('#runs tbody tr').length === 2")
+    until_rows(chrome, "runs", 2)
     chrome.run("document.getElementById('live').click()")
-    assert chrome.run(press_state) == "false"
+    assert chrome.run("document.getElementById('live').ariaPressed") == "false"
     chrome.run("new Promise((done) => setTimeout(() => done(1), 300))")  # an update that was under way
     write_run(out, "live-3", steps=50, done=False)
     time.sleep(0.8)
@@ -378,21 +362,19 @@ def test_hostile_text_is_only_ever_text(chrome: Chrome, out: Path, url: str) -> 
     (folder / "recipe.json").write_text(json.dumps(recipe))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 410, "tokens": 1, PAYLOAD: 3.0}) + "\n")
-    (out / "lab" / "night" / "verdicts.json").write_text(
-        json.dumps([{"idea": PAYLOAD, "verdict": PAYLOAD, "n": PAYLOAD}])
-    )
+    hostile = dict.fromkeys(("idea", "verdict", "n"), PAYLOAD)
+    (out / "lab" / "night" / "verdicts.json").write_text(json.dumps([hostile]))
     open_board(chrome, url, "#group=optim.matrix_lr")
     chrome.run("document.querySelectorAll('#runs input').forEach((box, index) => index < 2 && box.click())")
     told = chrome.run("[...document.querySelectorAll('#runs button.link')].map((one) => one.title)")
-    assert [*"quern serve --run".split(), folder.parent.name, "--out", str(out)] in [
-        shlex.split(one.partition(": ")[2]) for one in told
-    ]
+    command = [*"quern serve --run".split(), folder.parent.name, "--out", str(out)]
+    assert command in [shlex.split(one.partition(": ")[2]) for one in told]
     assert PAYLOAD in [row[0] for row in rows(chrome, "lines")] and len(rows(chrome, "diff")) >= 2
     choose(chrome, "y", PAYLOAD)
     chrome.wait("document.getElementById('plot-heading').textContent.startsWith('<img')")
     choose(chrome, "group", PAYLOAD)
     choose(chrome, "study", "night")
-    chrome.wait("document.querySelectorAll('#verdicts tbody tr').length === 1")
+    until_rows(chrome, "verdicts", 1)
     assert rows(chrome, "verdicts")[0][0] == PAYLOAD
     assert chrome.run("document.querySelectorAll('img, iframe, body script:not([src])').length") == 0
     assert chrome.run("typeof window.pwned") == "undefined"
@@ -403,13 +385,11 @@ def test_an_empty_folder_says_so_and_a_stopped_server_is_reported(chrome: Chrome
         "import sys; from pathlib import Path; from quern.lab.board.server import BoardOptions, run;"
         "sys.exit(run(BoardOptions(Path(sys.argv[1]), port=0), lambda line: print(line, flush=True)))"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as server:
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
-        found = re.search(r"http://\S+", server.stdout.readline())
-        assert found is not None
-        chrome.open(found[0])
+        [found] = re.findall(r"http://\S+", server.stdout.readline())
+        chrome.open(found)
         chrome.wait("document.querySelector('#plot .empty')?.textContent.startsWith('There are no runs') ?? false")
         server.send_signal(signal.SIGINT)
         assert server.wait(30) == 0 and server.stdout.read() == "stopped\n"

@@ -140,6 +140,13 @@ def test_a_parameter_is_refused_by_name(url: str, path: str, change: dict[str, A
         assert "messages" not in response.text and "response_format" not in response.text
 
 
+def test_a_prompt_too_long_is_a_400_with_the_numbers(url: str) -> None:
+    response = post(url, CHAT, {"messages": [said("user", "x1 " * 400)], "stream": True})
+    check_error(response, 400, f"context holds {CONTEXT} tokens", "messages")
+    error = response.json()["error"]
+    assert (error["code"], error["n_ctx"]) == ("context_length_exceeded", CONTEXT) and error["n_prompt_tokens"] > 400
+
+
 OPEN_WEBUI = {
     "chat_id": "local:5f1c",
     "num_ctx": 4096,

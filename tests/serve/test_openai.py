@@ -12,6 +12,7 @@ import pytest
 
 from quern.text.chat import render, render_prompt
 from tests.serve.conftest import CHAT, NAME, RESPONSES, TEXT, post, said
+from tests.support.http_server import web
 from tests.support.toy_engine import toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
@@ -212,6 +213,20 @@ def test_a_model_that_may_not_call_does_not(client: openai.OpenAI) -> None:
     bound = client.chat.completions.create(**body, logit_bias={start: 100}, tool_choice="none", seed=2)
     assert bound.choices[0].message.tool_calls is None and bound.choices[0].finish_reason != "tool_calls"
     assert not hasattr(bound.choices[0].message, "parts")
+
+
+def test_the_published_schema_accepts_what_the_server_accepts(url: str) -> None:
+    published = web.get(f"{url}/openapi.json").json()
+    schema = published["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    check = jsonschema_rs.validator_for({**schema, "components": published["components"]})
+    good: list[dict[str, Any]] = [{}, {"foo": 1}, {"n": 2}, {"stop": ["x"]}, {"response_format": {"type": "text"}}]
+    good += [{"messages": [{"role": "user", "content": ["?"], "x": 1}]}, {"response_format": {"type": "text", "x": 1}}]
+    good += [{"logprobs": False, "top_logprobs": 0}]
+    bad: list[dict[str, Any]] = [{"n": 0}, {"temperature": 3}, {"response_format": {"type": "xml"}}]
+    for change in (*good, *bad):
+        assert check.is_valid({"model": NAME, "messages": HELLO, **change}) is (change in good)
+        status = post(url, CHAT, {"messages": HELLO, "max_tokens": 5, **change}).status_code
+        assert status == (200 if change in good else 400)
 
 
 # `/v1/responses`: the chat's answer in another shape, whole = streamed ------------------------------------------
