@@ -24,7 +24,6 @@ OF_OTHERS = {"LlamaForCausalLM"}
 
 @cache
 def classes() -> set[str]:
-    """The names of quern's own classes."""
     return {
         node.name
         for path in SOURCES

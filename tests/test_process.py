@@ -182,7 +182,6 @@ WAITS = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All waits at once."""
     lines = json.dumps({wait: f"waiting for {line}" for wait, line in WAITS.items()})
     command = [sys.executable, str(ROOT / "tests/support/waits.py"), str(tmp_path_factory.mktemp("waits")), lines]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=120).stdout)

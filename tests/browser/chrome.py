@@ -78,7 +78,6 @@ class Chrome:
             os.close(self._out)
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command and its result."""
         self._last += 1
         message = {"id": self._last, "method": method, "params": params}
         if self._session is not None:

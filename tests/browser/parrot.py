@@ -140,7 +140,6 @@ class Page:
         self.chrome.type(text)
 
     def set(self, name: str, value: str) -> None:
-        """Sets a field of the settings."""
         field = f"document.getElementById('set-{name}')"
         self.run(f"{field}.value = {json.dumps(value)}")
         for event in ("input", "change"):
@@ -154,7 +153,6 @@ class Page:
         self.press("Enter")
 
     def begin(self, text: str, *reply: Delta | str, **how: Any) -> None:
-        """Sends a message and waits for the beginning of the reply."""
         self.send(text, *reply, **how)
         self.wait("document.querySelector('.waiting .text') !== null")
 

@@ -79,7 +79,6 @@ def out(tmp_path: Path) -> Path:
 
 @contextmanager
 def board(out: Path) -> Iterator[Server]:
-    """A board, while it is served."""
     with Server(BoardOptions(out, port=0)) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
@@ -114,7 +113,6 @@ def text(chrome: Chrome, selector: str) -> str:
 
 
 def rows(chrome: Chrome, table: str) -> list[list[str]]:
-    """The cells of a table's body."""
     return chrome.run(
         f"[...document.querySelectorAll('#{table} tbody tr')].map((row) => "
         "[...row.cells].map((cell) => cell.textContent))"

@@ -94,7 +94,6 @@ def test_tab_completes_commands_and_names_of_files(tmp_path: Path) -> None:
 
 
 def entries(text: str) -> list[Entry]:
-    """All entries of a pipe."""
     read, found = of_pipe(io.TextIOWrapper(io.BytesIO(text.encode()))), []
     with contextlib.suppress(EOFError):
         while True:
@@ -174,7 +173,6 @@ class Chat:
         self.handle = ours
 
     def until(self, mark: str, seconds: float = 120) -> str:
-        """Reads the output up to a mark."""
         shown, end = "", time.monotonic() + seconds
         while mark not in STYLE.sub("", shown):
             ready, _, _ = select.select([self.handle], [], [], max(0.0, end - time.monotonic()))

@@ -201,7 +201,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def offer(hub: Hub, content: bytes) -> tuple[str, str]:
-    """The bundle at the server."""
     hub.others = {core.ARCHIVE: content}
     return f"{hub.url}/{core.ARCHIVE}", hashlib.sha256(content).hexdigest()
 

@@ -97,7 +97,6 @@ def recipe_of(depth: int = 2, train: dict[str, Any] | None = None, **model: Any)
 
 @cache
 def recipe_in(file: str) -> Recipe:
-    """The recipe of a file of experiments/."""
     return load_recipe(str(EXPERIMENTS / file))[0]
 
 

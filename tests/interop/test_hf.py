@@ -223,7 +223,6 @@ def mapped(weight_map: Any) -> Callable[[Path], None]:
 
 
 def put_twice(folder: Path, index: dict[str, Any]) -> None:
-    """The same weight in two files."""
     both = [folder / f"model-{number}.safetensors" for number in range(2)]
     save_file(load_file(both[0]) | load_file(both[1]), both[1])
 

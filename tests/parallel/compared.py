@@ -197,7 +197,6 @@ def recipe() -> Resolved:
 
 
 def sharded_state(mesh: Mesh) -> TrainState:
-    """`toy_state` on the mesh."""
     return build_state(recipe(), CPU, moved(build_model(recipe(), CPU, 0)), mesh)
 
 

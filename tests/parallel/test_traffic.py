@@ -55,7 +55,6 @@ def stepping(mesh: Mesh, architecture: str) -> tuple[TrainState, Callable[[], ob
 
 
 def counted(mesh: Mesh, architecture: str) -> dict[str, int]:
-    """This rank's traffic of a step."""
     compiler.set_eager(True)
     small_cuts()
     _, step = stepping(mesh, architecture)
@@ -84,7 +83,6 @@ def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
 
 
 def formula(architecture: str, dp: int, tp: int, zero: int = 2) -> list[dict[str, int]]:
-    """Elements of each rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "SMALL_ELEMENTS", 2000)
         patch.setattr(buckets, "LEAST_ELEMENTS", 10_000)

@@ -14,17 +14,8 @@ import torch
 from quern.eval.task import Item, question
 from quern.mesh import alone
 from quern.recipe import OptimRecipe
+from quern.rl import rollouts as rl
 from quern.rl.environment import Environment, draw_item, fingerprint, is_held_out, load_environment
-from quern.rl.rollouts import (
-    Rollout,
-    Tally,
-    advantages,
-    clipped_ratios,
-    divergence,
-    is_uniform,
-    overlong_penalty,
-    pass_at_k,
-)
 from quern.text.tinyworld.skills import PRACTICE_WORDS
 from quern.text.tinyworld.world import WORDS
 from quern.train.state import build_model, build_state
@@ -89,7 +80,7 @@ def test_a_round_without_any_difference_changes_nothing(monkeypatch: pytest.Monk
 
 def test_what_a_tool_said_is_read_and_not_learned() -> None:
     rollouts = rollouts_of(rl_state(alone()))
-    one = Rollout(0, [1, 2, 3], [4, 5, 6, 7], [True, False, False, True], [0.0] * 4, 1.0, True, False, [0.5] * 4)
+    one = rl.Rollout(0, [1, 2, 3], [4, 5, 6, 7], [True, False, False, True], [0.0] * 4, 1.0, True, False, [0.5] * 4)
     batch = rollouts._batch([one])
     assert batch.tokens[0, :6].tolist() == [1, 2, 3, 4, 5, 6] and batch.targets[0, 2:6].tolist() == [4, 5, 6, 7]
     assert batch.mask[0, :8].tolist() == [False, False, True, False, False, True, False, False]
@@ -127,7 +118,7 @@ def test_a_later_step_of_a_round_weighs_tokens_by_their_clipped_ratios() -> None
         one = kept[(int(batch.tokens[row, 0]), *batch.targets[row, : length - 1].tolist())]
         [now] = rollouts.logprobs([one])
         before, advantage = np.array(one.logprobs), np.array(one.weights)
-        expected = clipped_ratios(now, before, advantage, settings.clip_low, settings.clip_high)
+        expected = rl.clipped_ratios(now, before, advantage, settings.clip_low, settings.clip_high)
         assert batch.weight[row][one.span] == pytest.approx(expected, abs=1e-4)
         changed += int((np.abs(expected - advantage) > 0.01).sum())
     assert changed
@@ -141,8 +132,8 @@ def test_advantages_are_penalized_and_normalized_as_the_settings_say() -> None:
     rollouts = rollouts_of(state, replace(SETTINGS, overlong_tokens=4), long)
     rollouts.batch(0)
     rewards = [(one.reward, len(one.ids)) for one in rollouts._kept]
-    assert rewards and {0.5 - overlong_penalty(length, SETTINGS.max_tokens, 4) for _, length in rewards} > {0.5}
-    assert all(found == 0.5 - overlong_penalty(length, SETTINGS.max_tokens, 4) for found, length in rewards)
+    assert rewards and {0.5 - rl.overlong_penalty(length, SETTINGS.max_tokens, 4) for _, length in rewards} > {0.5}
+    assert all(found == 0.5 - rl.overlong_penalty(length, SETTINGS.max_tokens, 4) for found, length in rewards)
 
 
 def test_a_round_computes_the_log_probabilities_of_its_replies_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +211,7 @@ STEPS = 16
 
 
 def test_no_reply_has_no_tokens() -> None:
-    assert Tally().means()["reply_tokens"] == 0
+    assert rl.Tally().means()["reply_tokens"] == 0
 
 
 def test_the_reward_rises() -> None:
@@ -241,16 +232,16 @@ def test_the_reward_rises() -> None:
 
 def test_advantages_of_a_group_add_up_to_zero() -> None:
     rewards = np.array([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
-    found = [advantages(row).tolist() for row in rewards]
+    found = [rl.advantages(row).tolist() for row in rewards]
     assert found == [[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5], [0, 0, 0, 0]]
-    normalized = [advantages(row, normalize=True) for row in rewards]
+    normalized = [rl.advantages(row, normalize=True) for row in rewards]
     assert [row.std() for row in normalized] == pytest.approx([1, 1, 0])
-    assert [is_uniform(row) for row in rewards] == [False, False, True]
+    assert [rl.is_uniform(row) for row in rewards] == [False, False, True]
 
 
 def test_the_penalty_for_length_grows_to_one() -> None:
-    assert [overlong_penalty(length, 100, 20) for length in (10, 80, 85, 90, 100, 130)] == [0, 0, 0.25, 0.5, 1, 1]
-    assert overlong_penalty(100, 100, 0) == 0
+    assert [rl.overlong_penalty(length, 100, 20) for length in (10, 80, 85, 90, 100, 130)] == [0, 0, 0.25, 0.5, 1, 1]
+    assert rl.overlong_penalty(100, 100, 0) == 0
 
 
 def test_weights_of_clipped_ratios_give_the_gradient_of_the_clipped_objective() -> None:
@@ -262,10 +253,10 @@ def test_weights_of_clipped_ratios_give_the_gradient_of_the_clipped_objective() 
     advantage = torch.tensor(weights)
     torch.minimum(ratio * advantage, ratio.clip(1 - low, 1 + high) * advantage).sum().backward()
     assert logprobs.grad is not None
-    found = clipped_ratios(now, before, weights, low, high)
+    found = rl.clipped_ratios(now, before, weights, low, high)
     assert found == pytest.approx(logprobs.grad.numpy(), abs=1e-12)
     assert 50 < (found == 0).sum() < 350
-    assert clipped_ratios(now, now, weights, low, high) == pytest.approx(weights)
+    assert rl.clipped_ratios(now, now, weights, low, high) == pytest.approx(weights)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_reply() -> None:
@@ -274,14 +265,14 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_reply() -> None:
             for k in range(1, samples + 1):
                 subsets = list(combinations(range(samples), k))
                 share = sum(any(index < right for index in subset) for subset in subsets) / len(subsets)
-                assert pass_at_k(right, samples, k) == pytest.approx(share)
+                assert rl.pass_at_k(right, samples, k) == pytest.approx(share)
     for wrong in ((1, 3, 4), (4, 3, 1), (1, 3, 0)):
         with pytest.raises(ValueError, match="not defined"):
-            pass_at_k(*wrong)
+            rl.pass_at_k(*wrong)
 
 
 def test_the_divergence_is_unbiased_and_its_gradient_is_the_weight() -> None:
     ours, theirs = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.5, 0.3])
-    estimate = divergence(np.log(ours), np.log(theirs))
+    estimate = rl.divergence(np.log(ours), np.log(theirs))
     assert (estimate >= 0).all()
     assert (ours * estimate).sum() == pytest.approx((ours * np.log(ours / theirs)).sum())

@@ -181,7 +181,6 @@ def idle(found: dict[str, float]) -> bool:
     ("seconds", "warm_up"), [(6, 2), pytest.param(600, 60, marks=[pytest.mark.campaign, pytest.mark.timeout(900)])]
 )
 def test_load(served: Served, seconds: float, warm_up: float) -> None:
-    """Load, then quiet, then SIGTERM."""
     served.wait_for_port(120)
     slow, long, *ordinary = asyncio.run(alone(served, [text(SENTENCES[3], 40), text("?", LONG_TOKENS), *cases()]))
     files, threads = served.files(), served.threads()

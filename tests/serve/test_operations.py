@@ -43,7 +43,6 @@ HELLO = [{"role": "user", "content": "Hello?"}]
 
 
 def slow_engine(seed: int = 0) -> Engine:
-    """Takes a while for each token."""
     return Hooked(toy_engine(context=256, seed=seed), lambda: time.sleep(0.02))
 
 

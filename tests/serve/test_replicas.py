@@ -52,7 +52,6 @@ def own_ports(served: Served) -> dict[int, int]:
 
 
 def processes(served: Served) -> dict[int, int]:
-    """The process of each replica by its number."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

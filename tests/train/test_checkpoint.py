@@ -166,7 +166,6 @@ def flip(file: Path, offset: int, bit: int) -> None:
 
 @pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.campaign)])
 def test_a_flipped_bit_is_detected_or_the_same_content_is_loaded(count: int, fast_folder: Path) -> None:
-    """In every file and region, one at a time."""
     folder, rng = fast_folder, random.Random(count)
     put(folder, 1, 1)
     path = put(folder, 2, 2)

@@ -11,7 +11,7 @@ from hypothesis import given, strategies
 
 from quern.generate.sandbox import Limits, Program, Sandbox
 from quern.generate.sandbox.guest import checker, program
-from tests.generate.sandbox.forgeries import MESSAGE
+from tests.generate.sandbox.programs import MESSAGE
 from tests.generate.sandbox.test_sandbox import opened
 
 RIGHT = "def f(x=0): return x + 1"

@@ -19,9 +19,7 @@ import pytest
 
 from quern.generate.sandbox import Limits, Outcome, Program, Sandbox, SandboxError, pool
 from quern.generate.sandbox.guest import confine
-from tests.generate.sandbox.forgeries import CHECK, FORGERIES, LIES, MESSAGE
-from tests.generate.sandbox.honest import HONEST_PROGRAMS
-from tests.generate.sandbox.hostile import PLAIN, SECRET
+from tests.generate.sandbox.programs import CHECK, FORGERIES, HONEST_PROGRAMS, LIES, MESSAGE, PLAIN, SECRET
 
 SHORT = Limits(seconds=5, cpu_seconds=1, memory_megabytes=256, file_megabytes=4)
 """The processor's time ends what computes; the seconds are for the honest programs between others, under load."""
@@ -123,7 +121,6 @@ def test_output_is_cut_and_time_is_bounded(attacked: Attacked) -> None:
 
 
 def children(pid: int) -> set[int]:
-    """Process ids of the descendants of a process."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # a thread or a process that has just ended
