@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -107,24 +108,13 @@ def test_recipe_and_its_source_are_kept(tmp_path: Path) -> None:
 
 
 def test_trackers_get_each_step_without_what_is_not_finite(tmp_path: Path) -> None:
-    class Collector:
-        def __init__(self) -> None:
-            self.seen: list[tuple[int, dict[str, Any]]] = []
-            self.closed = False
-
-        def log(self, metrics: dict[str, Any], step: int) -> None:
-            self.seen.append((step, metrics))
-
-        def close(self) -> None:
-            self.closed = True
-
-    collector = Collector()
-    with StageFolder(tmp_path, trackers=[collector]) as folder:
+    tracker = Mock()
+    with StageFolder(tmp_path, trackers=[tracker]) as folder:
         folder.metric(step=1, loss=2.0)
         folder.metric(step=2, loss=math.nan)
         folder.metric(note="no step, so nowhere to plot it")
-    assert collector.seen == [(1, {"step": 1, "loss": 2.0}), (2, {"step": 2, "loss": None})]
-    assert collector.closed
+    assert tracker.log.mock_calls == [call({"step": 1, "loss": 2.0}, 1), call({"step": 2, "loss": None}, 2)]
+    tracker.close.assert_called_once()
 
 
 def test_a_missing_tracker_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

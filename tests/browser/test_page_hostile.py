@@ -1,6 +1,7 @@
 """Text of a user, a model, a server and a file is only ever text on the chat page."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,8 @@ def poke(page: Page) -> None:
 
 def test_payloads_from_everywhere_on_one_page(browser: Chrome, tmp_path: Path) -> None:
     engine, name = make_parrot(context=16384), "</select><img src=x onerror=window.pwned=1>"
-    engine.will_say(
-        *(
-            piece
-            for payload in PAYLOADS
-            for piece in (payload + "\n\n", Delta("tool", payload), Delta("output", payload))
-        )
-    )
+    pieces = ((payload + "\n\n", Delta("tool", payload), Delta("output", payload)) for payload in PAYLOADS)
+    engine.will_say(*chain.from_iterable(pieces))
     with visiting(browser, {name: engine}, welcome=Welcome([*PAYLOADS[:6]])) as page:
         assert page.texts("#model option") == [name] and page.texts("#suggestions button") == list(PAYLOADS[:6])
         page.ask("\n".join(PAYLOADS))
@@ -126,11 +122,8 @@ def test_payloads_from_everywhere_on_one_page(browser: Chrome, tmp_path: Path) -
             },
         }
         one = {"title": "".join(PAYLOADS[:2]), "mode": PAYLOADS[1], "system": PAYLOADS[1], "nodes": nodes, "leaf": "b"}
-        import_file(
-            page,
-            tmp_path / "hostile.json",
-            json.dumps({"format": "quern-conversations", "version": 1, "conversations": [one]}),
-        )
+        text = json.dumps({"format": "quern-conversations", "version": 1, "conversations": [one]})
+        import_file(page, tmp_path / "hostile.json", text)
         page.wait("document.querySelectorAll('#conversations .open').length === 2")
         poke(page)
         assert page.run(CHECK) == CLEAN

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -127,17 +127,13 @@ def test_the_arguments_of_a_call_are_those_that_the_model_wrote() -> None:
 
 def test_what_takes_long_runs_between_two_steps_of_the_engine(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large body is decoded, and log-probabilities are written, in the thread that runs the engine."""
-    threads: list[str] = []
+    threads, told = list[str](), Chat.told
 
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*given: Any) -> Any:
-            threads.append(threading.current_thread().name)
-            return function(*given)
+    def note() -> None:
+        threads.append(threading.current_thread().name)
 
-        return noted
-
-    monkeypatch.setattr("quern.serve.routes.parse_request", noting(parse_request))
-    monkeypatch.setattr(Chat, "told", noting(Chat.told))
+    monkeypatch.setattr("quern.serve.routes.parse_request", lambda *given: note() or parse_request(*given))
+    monkeypatch.setattr(Chat, "told", lambda *given: note() or told(*given))
     assert post(url, CHAT, b'{"x":[' + b"{}," * 2000 + b"{}]}").json()["error"]["param"] == "model"
     assert post(url, CHAT, ask(logprobs=True, n=2)).status_code == 200
     assert threads[:1] + threads[-2:] == ["quern-engines"] * 3 and len(threads) == 4

@@ -289,19 +289,9 @@ def test_files_are_synced_before_the_rename_and_the_folder_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulates a power cut: every name and byte is on the disk before a later operation depends on it."""
-    order: list[int | str] = []
-    fsync, rename = os.fsync, os.rename
-
-    def record_fsync(descriptor: int) -> None:
-        order.append(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
-
-    def record_rename(source: Path, target: Path) -> None:
-        order.append(Path(target).name)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "rename", record_rename)
+    order, fsync, rename = list[int | str](), os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: order.append(os.fstat(file).st_ino) or fsync(file))
+    monkeypatch.setattr(os, "rename", lambda source, target: order.append(Path(target).name) or rename(source, target))
     path = put(tmp_path, 1, 1)
     renamed = order.index("step-00000001")
     (data,) = path.glob("*.safetensors")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from quern import compiler
 from quern.data.packing import windows
@@ -27,17 +28,6 @@ from tests.support.toy_training import CONTEXT, ROWS, toy_corpus, toy_loader, to
 # torch's tracer looks at `.grad` of tensors between two compiled parts, and warns of that itself.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 MACHINE = Machine(torch.device("cpu"), torch.float32, compile=True, threads=1)
-
-
-class Counter:
-    """A compiler that counts what it is given, and compiles nothing."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.graphs += 1
-        return graph.forward
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +53,7 @@ def recipe_of(source: Recipe, depth: int) -> Resolved:
 def test_nothing_is_compiled_after_the_first_step(
     source: Recipe, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, counter = recipe_of(source, 8), Counter()
+    recipe, counter = recipe_of(source, 8), CompileCounter()
     loss: Any = cross_entropy._capped
     monkeypatch.setattr(cross_entropy, "_capped", torch.compile(loss.__wrapped__, backend=counter, dynamic=False))
     model = build_model(recipe, MACHINE, 0)
@@ -73,13 +63,13 @@ def test_nothing_is_compiled_after_the_first_step(
     seen: list[int] = []
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        seen.append(counter.graphs)
+        seen.append(counter.frame_count)
         length = 3 * state.step
         shapes = windows(toy_corpus(documents=4), length % CONTEXT + 1, rows=state.step, multiple=1)
         bits_per_byte(model, shapes, np.ones(recipe.model.vocab_size or 0, dtype=np.int32), MACHINE)
         prompts = [[toy_tokenizer().bos, *range(5, 5 + n)] for n in range(1, state.step + 1)]
         engine.generate(prompts, max_tokens=3, samples=state.step % 2 + 1)
-        return {"graphs": counter.graphs}
+        return {"graphs": counter.frame_count}
 
     # A window that grows, as in the recipe's own schedule, and micro-batches of one size.
     plan = toy_plan(
@@ -88,5 +78,5 @@ def test_nothing_is_compiled_after_the_first_step(
     with StageFolder(tmp_path) as folder:
         reporter = loop.Reporter(pytest.fail)
         assert loop.train(TorchBackend(state, MACHINE), toy_loader(), plan, folder, reporter) == 0
-    assert seen == [seen[0]] * 3 and counter.graphs == seen[0], "something was compiled after the first step"
+    assert seen == [seen[0]] * 3 and counter.frame_count == seen[0], "something was compiled after the first step"
     assert 0 < seen[0] <= most

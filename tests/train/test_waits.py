@@ -52,8 +52,6 @@ class CountingMachine(Machine):
 @contextmanager
 def counting() -> Iterator[CountingMachine]:
     machine = CountingMachine(torch.device("cpu"), torch.float32, compile=False, threads=1)
-    kept = {name: getattr(torch.Tensor, name) for name in (*READS, "new_tensor")}
-    make = torch.tensor
 
     def noted(name: str, call: Callable[..., Any], when: Callable[[dict[str, Any]], bool]) -> Callable[..., Any]:
         def note(*args: Any, **options: Any) -> Any:
@@ -64,15 +62,11 @@ def counting() -> Iterator[CountingMachine]:
 
         return note
 
-    for name, call in kept.items():
-        setattr(torch.Tensor, name, noted(name, call, lambda options: True))
-    torch.tensor = noted("tensor", make, lambda options: "device" in options)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*READS, "new_tensor"):
+            patch.setattr(torch.Tensor, name, noted(name, getattr(torch.Tensor, name), lambda options: True))
+        patch.setattr(torch, "tensor", noted("tensor", torch.tensor, lambda options: "device" in options))
         yield machine
-    finally:
-        for name, call in kept.items():
-            setattr(torch.Tensor, name, call)
-        torch.tensor = make
 
 
 def waits(mesh: Mesh) -> list[list[str]]:

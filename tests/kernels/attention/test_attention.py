@@ -4,11 +4,11 @@ Tests that launch flash attention's kernels run in Triton's interpreter, in a ch
 """
 
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from quern.kernels.attention.attend import MaskSpec, attend, attend_blocked, attend_plain, kept_elements
 from quern.kernels.attention.flash import document_bounds, flash_attention, forward_operator
@@ -128,22 +128,17 @@ def compilations(windows: list[int | Tensor]) -> int:
     """How often a graph around attention was compiled; every result is checked, and a break in the graph raises."""
     q, k, v, _ = random_inputs(1, 40, 2, 2)
     documents = torch.tensor([[0] * 11 + [1] * 29], dtype=torch.int32)
-    compiled = 0
+    counter = CompileCounter()
     torch.compiler.reset()  # what an earlier call has taught the compiler about windows
 
-    def count(module: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
-        nonlocal compiled
-        compiled += 1
-        return module.forward
-
-    @torch.compile(backend=count, fullgraph=True)
+    @torch.compile(backend=counter, fullgraph=True)
     def block(q: Tensor, k: Tensor, v: Tensor, window: int | Tensor) -> Tensor:
         return flash_attention(2 * q, k, v, MaskSpec(window, documents), SCALE) + 1
 
     for window in windows:
         expected = attend_plain(2 * q, k, v, MaskSpec(int(window), documents), SCALE) + 1
         assert deviation([block(q, k, v, window)], [expected]) <= 1e-5
-    return compiled
+    return counter.frame_count
 
 
 def test_a_growing_window_compiles_once_as_a_tensor_and_twice_as_an_int(interpreted: Interpreted) -> None:
