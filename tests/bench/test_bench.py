@@ -118,9 +118,8 @@ def test_every_benchmark_prints_and_records(tmp_path: Path, monkeypatch: pytest.
     assert ratios <= measures["attention"]
     for path in ("plain", "blocked", "sdpa"):
         ways = [f"{path} {way}" for way in ("forward", "backward")]
-        assert {f"T=64, {mask}: {way}" for way in ways for mask in ("full", "window 16", "documents")} <= measures[
-            "attention"
-        ]
+        expected = {f"T=64, {mask}: {way}" for way in ways for mask in ("full", "window 16", "documents")}
+        assert expected <= measures["attention"]
     assert found["attention"]["settings"]["picked"] == "blocked"
     losses = {f"{name}: {what}" for name in ("chunked", "full / chunked") for what in ("time", "memory")}
     assert losses <= measures["cross-entropy"]

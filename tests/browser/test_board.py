@@ -228,12 +228,11 @@ def test_the_keyboard_is_enough(chrome: Chrome, url: str) -> None:
     assert chrome.run("document.activeElement.id") == "filter"
     chrome.type("s0")
     until_rows(chrome, "runs", 2)
+    focused = "(({id, ariaLabel, textContent}) => id || ariaLabel || textContent)(document.activeElement)"
     reached = []
     for _ in range(40):
         chrome.press("Tab")
-        reached.append(
-            chrome.run("(({id, ariaLabel, textContent}) => id || ariaLabel || textContent)(document.activeElement)")
-        )
+        reached.append(chrome.run(focused))
         if reached[-1].startswith("Select lr"):
             break
     order = ["smooth", "logx", "logy", "plot", "Run", "Select lr0.02-s0 pretrain"]

@@ -52,9 +52,8 @@ def test_a_conversation_with_the_real_engine(browser: Chrome) -> None:
         for text in ("Grüß dich 👋🏽", "und?"):
             page.ask(text)
             messages.append({"role": "user", "content": text})
-            expected = toy_engine(context=512).generate(
-                [render_prompt(engine.tokenizer, messages)], max_tokens=30, sampling=GREEDY
-            )[0][0]
+            prompt = render_prompt(engine.tokenizer, messages)
+            [[expected]] = toy_engine(context=512).generate([prompt], max_tokens=30, sampling=GREEDY)
             messages.append({"role": "assistant", "content": [dict(part) for part in expected.parts]})
             assert page.texts(".assistant .stats")[-1].startswith(f"{len(expected.ids)} tokens")
         assert page.texts(".user .body") == ["Grüß dich 👋🏽", "und?"]

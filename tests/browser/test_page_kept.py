@@ -239,7 +239,7 @@ def test_a_title_is_typed_to_its_end_when_a_reply_ends_meanwhile(page: Page) -> 
 def test_the_focus_stays_on_its_button_when_a_reply_ends(page: Page) -> None:
     page.ask("first")
     for button in ("Export first", "Copy"):
-        page.begin("more", "word " * 20, seconds=0.02)
+        page.begin("more", "word " * 12, seconds=0.02)
         page.run(f"[...document.querySelectorAll('[aria-label={json.dumps(button)}]')].at(-1).focus()")
         page.wait(DONE)
         assert page.run("document.activeElement.ariaLabel") == button

@@ -181,9 +181,8 @@ def test_the_prompt_is_shown_as_it_was_read_and_its_cached_part_shaded(page: Pag
     [[prompt]] = [asked[0] for asked in engine.asked]
     page.click("#xray")
     page.open_prompt(len(prompt), ".message:last-child")
-    assert page.texts(".message:last-child .prompt summary") == [
-        f"What the model read: {len(prompt)} tokens, 7 of them from the prompt cache"
-    ]
+    told = f"What the model read: {len(prompt)} tokens, 7 of them from the prompt cache"
+    assert page.texts(".message:last-child .prompt summary") == [told]
     assert "".join(page.texts(".prompt .token")) == engine.tokenizer.decode(prompt)
     assert [("cached" in one) for one in classes(page, ".prompt .token")] == [n < 7 for n in range(len(prompt))]
 

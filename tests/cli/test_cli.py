@@ -55,9 +55,8 @@ def test_without_a_verb_it_says_what_there_is(arguments: list[str], capsys: pyte
     text = capsys.readouterr().out
     for verb in verbs.VERBS:
         assert f"\n  {verb} " in text and summaries.EXAMPLES[verb] in text
-    assert "recipes: gpt, llama, llama_adamw, unet, or the path of a Python file that ends in RECIPE" in " ".join(
-        text.split()
-    )
+    told = "recipes: gpt, llama, llama_adamw, unet, or the path of a Python file that ends in RECIPE"
+    assert told in " ".join(text.split())
 
 
 HELP = [*verbs.VERBS, "serve keys", "serve keys add", *(f"lab {tool}" for tool in lab.TOOLS)]
@@ -154,9 +153,8 @@ def test_every_shell_has_its_script_and_others_are_told_which(capsys: pytest.Cap
     assert scripts()["zsh"] == f"autoload -Uz bashcompinit && bashcompinit\n{scripts()['bash']}"
     assert "    case '2 lab *'; string split -- ' ' 'compare ladder" in scripts()["fish"]
     assert re.search(r"case '\* chat \* -\*'; string split -- ' ' '.*--temperature", scripts()["fish"])
-    assert "name your shell: quern completion bash, whose output goes into ~/.local" in refused(
-        capsys, "completion", "sh"
-    )
+    told = "name your shell: quern completion bash, whose output goes into ~/.local"
+    assert told in refused(capsys, "completion", "sh")
 
 
 def test_a_run_may_follow_the_verb_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,9 +142,8 @@ def test_questions_that_do_not_fit_are_counted_and_the_others_scored() -> None:
         for kind in QUESTION_KINDS
     }
     context = sorted(lengths["facts"])[count // 2]
-    scores, replies = run_task(
-        Engine(tiny_model(tokenizer.vocab_size, context), tokenizer, CPU), TINYWORLD, count=count
-    )
+    engine = Engine(tiny_model(tokenizer.vocab_size, context), tokenizer, CPU)
+    scores, replies = run_task(engine, TINYWORLD, count=count)
     for kind, score in zip(QUESTION_KINDS, scores, strict=True):
         fitting = sum(length + 1 <= context for length in lengths[kind])
         assert (score.task, score.count, score.skipped) == (f"tinyworld/{kind}", fitting, count - fitting)

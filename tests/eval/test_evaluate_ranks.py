@@ -13,6 +13,7 @@ import pytest
 
 from quern.cli import main
 from tests.eval.test_core import rows_of
+from tests.parallel.test_faults import lines_with
 from tests.support.exported import toy_recipe, write_run
 from tests.support.faulty_ranks import FaultyRanks
 from tests.support.rows import write_rows
@@ -90,10 +91,11 @@ def test_a_rank_is_killed_in_the_middle_of_core_and_the_next_evaluation_goes_on(
     requests = [how | {"arguments": runs.command(one["kind"], *core), "faults": [one]} for one in faults]
     killed, raised = runs.server.together(requests)
     assert killed["exits"] == [[1, -9]] and raised["exits"] == [[1, 1]], (killed, raised)
-    (gone,) = said(killed)  # its last heartbeat may be from before
+    (gone,) = lines_with("quern evaluate:", killed["said"])  # its last heartbeat may be from before
     seen = r"last seen (setting up|evaluating); rank 0 is evaluating; all end"
     assert re.fullmatch(f"quern evaluate: rank 1 is gone or stopped, {seen}", gone)
-    assert said(raised) == ["quern evaluate: rank 1 failed while evaluating: ValueError: planted; all end"]
+    failed = "quern evaluate: rank 1 failed while evaluating: ValueError: planted; all end"
+    assert lines_with("quern evaluate:", raised["said"]) == [failed]
     before = runs.files("kill")
     kept = [name for name in before if name.startswith("answers/pretrain/core/")]
     assert len(kept) == 2 and "evaluate.jsonl" not in before
@@ -103,19 +105,13 @@ def test_a_rank_is_killed_in_the_middle_of_core_and_the_next_evaluation_goes_on(
     assert found["result"] == 0, found["said"]
     assert {name: (folder / name).stat().st_mtime_ns for name in kept} == times
     after = runs.files("kill")
-    assert {name: after[name] for name in alone if name.startswith("answers/pretrain/core/")} == {
-        name: lines for name, lines in alone.items() if name.startswith("answers/pretrain/core/")
-    }
-
-
-def said(found: dict[str, Any]) -> list[str]:
-    return [line for line in found["said"].splitlines() if line.startswith("quern evaluate:")]
+    for name in alone:
+        assert not name.startswith("answers/pretrain/core/") or after[name] == alone[name], name
 
 
 def test_an_error_that_all_ranks_find_is_said_once(runs: Runs) -> None:
     found = runs.server(runs.command("none", "--tasks", "core/copa", "none.py"))
     assert found["result"] == 1 and found["exits"] == [[0, 0]]
-    (line,) = said(found)
-    assert line.startswith(
-        "quern evaluate: there is no task 'none.py': use tinyworld, core, chat, or the path of a .py file"
-    )
+    (line,) = lines_with("quern evaluate:", found["said"])
+    told = "quern evaluate: there is no task 'none.py': use tinyworld, core, chat, or the path of a .py file"
+    assert line.startswith(told)

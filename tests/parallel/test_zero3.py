@@ -115,9 +115,7 @@ def trained(mesh: Mesh, architecture: str, dtype: str, compiled: bool = False, r
 
 def apart(found: list[Any], expected: list[Any]) -> float:
     """The deviation of the losses: owners of matrices differ between layouts, and the law compares their state."""
-    return max(
-        deviation([torch.tensor(one[0])], [torch.tensor(other[0])]) for one, other in zip(found, expected, strict=True)
-    )
+    return deviation(*([torch.tensor(losses) for losses, _ in one] for one in (found, expected)))
 
 
 def test_in_bf16(ranks: Ranks) -> None:

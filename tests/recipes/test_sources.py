@@ -112,8 +112,7 @@ def test_llama_with_adamw_has_the_rates_and_the_rule_of_its_source() -> None:
     recipe = resolve(replace(LLAMA, depth=12, train=train, optim=optim))
     assert recipe.model.width == 768 and recipe.train.clip_norm == 1.0
     groups = groups_of(recipe)
-    assert {group.name: group.lr for group in groups} == dict.fromkeys(
-        ("matrices", "head", "embedding", "norms"), pytest.approx(3e-4)
-    )
+    names = ("matrices", "head", "embedding", "norms")
+    assert {group.name: group.lr for group in groups} == dict.fromkeys(names, pytest.approx(3e-4))
     for group in groups:
         assert group.rule == AdamW((0.9, 0.95), 1e-8, 0.0 if group.name == "norms" else 0.1)

@@ -67,9 +67,8 @@ def test_setting_one_is_refused_by_name_and_defaults_are_not(recipe: Recipe) -> 
         part, _, field = name.partition(".")
         changed = replace(recipe, **{part: replace(getattr(recipe, part), **{field: 0.125})})
         flag = name.replace("_", "-")
-        with pytest.raises(
-            ValueError, match=f"^{flag} does nothing in the '{recipe.name}' recipe: .* {part}[.]"
-        ) as said:
+        message = f"^{flag} does nothing in the '{recipe.name}' recipe: .* {part}[.]"
+        with pytest.raises(ValueError, match=message) as said:
             resolve(changed)
         assert str(said.value).count(flag) == 1
 

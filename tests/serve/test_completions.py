@@ -151,9 +151,8 @@ def test_bias_penalties_and_stop_tokens_reach_the_engine(client: openai.OpenAI) 
     assert text(100) == "q" * 20 == text(100, frequency_penalty=2)
     assert text(8) == "q" * 20 != text(8, frequency_penalty=2)
     assert text(1, presence_penalty=2) != text(1) != text(1, extra_body={"repetition_penalty": 5.0})
-    stopped = client.completions.create(
-        model=NAME, prompt=TEXT, max_tokens=20, logit_bias={str(letter): 100}, extra_body={"stop_token_ids": [letter]}
-    )
+    ask: dict[str, Any] = {"prompt": TEXT, "max_tokens": 20, "logit_bias": {str(letter): 100}}
+    stopped = client.completions.create(model=NAME, **ask, extra_body={"stop_token_ids": [letter]})
     assert stopped.choices[0].finish_reason == "stop" and stopped.usage and stopped.usage.completion_tokens == 1
 
 

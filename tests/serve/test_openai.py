@@ -166,6 +166,7 @@ def test_stream_equals_non_stream(client: openai.OpenAI, more: dict[str, Any]) -
 
 def test_a_json_object_an_expression_and_a_choice(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": NAME, "messages": HELLO, "max_tokens": 60}
+    begun: dict[str, Any] = {"model": NAME, "prompt": "At", "max_tokens": 60, "seed": 4}
     anything = client.chat.completions.create(**ask, response_format={"type": "json_object"}, seed=4)
     assert isinstance(json.loads(anything.choices[0].message.content or ""), dict)
     for extra, pattern in (
@@ -174,13 +175,9 @@ def test_a_json_object_an_expression_and_a_choice(client: openai.OpenAI) -> None
     ):
         answer = client.chat.completions.create(**ask, extra_body={"structured_outputs": extra}, seed=4)
         assert re.fullmatch(pattern, answer.choices[0].message.content or "")
-        text = client.completions.create(
-            model=NAME, prompt="At", max_tokens=20, extra_body={"structured_outputs": extra}, seed=4
-        )
+        text = client.completions.create(**begun, extra_body={"structured_outputs": extra})
         assert re.fullmatch(pattern, text.choices[0].text) and text.choices[0].finish_reason == "stop"
-    schema = client.completions.create(
-        model=NAME, prompt="At", max_tokens=60, extra_body={"structured_outputs": {"json": CITY}}
-    )
+    schema = client.completions.create(**begun, extra_body={"structured_outputs": {"json": CITY}})
     jsonschema_rs.validator_for(CITY).validate(json.loads(schema.choices[0].text))
 
 
@@ -197,9 +194,8 @@ def test_a_call_of_a_tool_whole_and_streamed(client: openai.OpenAI, choice: Any)
     jsonschema_rs.validator_for(schema).validate(json.loads(call.function.arguments))
     chunks = list(client.chat.completions.create(**body, max_tokens=90, stream=True))
     told = [one for chunk in chunks for one in chunk.choices[0].delta.tool_calls or []]
-    assert [(one.index, one.function and one.function.model_dump()) for one in told] == [
-        (0, call.function.model_dump())
-    ]
+    found = [(one.index, one.function and one.function.model_dump()) for one in told]
+    assert found == [(0, call.function.model_dump())]
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["tool_calls"]
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
@@ -295,8 +291,7 @@ def test_a_streamed_response_is_the_whole_one(strict: openai.OpenAI, more: dict[
         assert told == [call.arguments]
         items = [{"role": "user", "content": "How many?"}, call.model_dump(exclude_none=True)]
         items.append({"type": "function_call_output", "call_id": call.call_id, "output": "3"})
-        assert (
-            strict.responses.create(model=NAME, input=items, tools=[FLAT_TOOL], max_output_tokens=20).output is not None
-        )
+        answer = strict.responses.create(model=NAME, input=items, tools=[FLAT_TOOL], max_output_tokens=20)
+        assert answer.output is not None
     elif more:
         jsonschema_rs.validator_for(PARAMETERS).validate(json.loads(text))
