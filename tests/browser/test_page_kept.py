@@ -43,12 +43,8 @@ def test_conversations_are_kept_renamed_searched_and_deleted(page: Page) -> None
     page.chrome.type("The mill")
     page.press("Enter")
     page.wait("document.getElementById('title').textContent === 'The mill'")
-    for query, expected in (
-        ("RYE grinds", ["The mill"]),
-        ("mill", ["The mill"]),
-        ("lane", ["Where is the bakery?"]),
-        ("x", []),
-    ):
+    found = {"RYE grinds": ["The mill"], "mill": ["The mill"], "lane": ["Where is the bakery?"], "x": []}
+    for query, expected in found.items():
         page.type("#search", query)
         page.wait(f"document.querySelectorAll('#conversations .open').length === {len(expected)}")
         assert titles(page) == expected
@@ -296,9 +292,8 @@ def test_what_another_tab_adds_to_the_open_conversation_stays(page: Page, late: 
 
 def test_a_reply_that_another_tab_writes_is_shown_and_kept_once_it_has_ended(page: Page) -> None:
     def told(parts: str) -> str:
-        question = (
-            "{id: 'aa', parent: null, role: 'user', parts: [{type: 'text', text: 'theirs'}], time: 1, pick: 'bb'}"
-        )
+        asked = "[{type: 'text', text: 'theirs'}]"
+        question = f"{{id: 'aa', parent: null, role: 'user', parts: {asked}, time: 1, pick: 'bb'}}"
         reply = f"{{id: 'bb', parent: 'aa', role: 'assistant', parts: {parts}, time: 2, pick: null}}"
         own = "id: 'cc', title: '', named: false, mode: 'chat', system: '', created: 1, updated: 1, leaf: 'bb'"
         return f"store.put({{{own}, nodes: {{aa: {question}, bb: {reply}}}}})"

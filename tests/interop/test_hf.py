@@ -32,7 +32,7 @@ from tests.support.toy_engine import toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("eager")
 
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BATCH = ["--train.batch-tokens", "96", "--text.val-megabytes", "0.001"]
 PLAIN = ["--no-compile", "--dtype", "fp32", "--threads", "1"]
 
@@ -231,11 +231,6 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def torn(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def other_words(folder: Path) -> None:
     """Longer tokens among the single bytes: an order of ids that quern does not have."""
     path = folder / "tokenizer.json"
@@ -276,7 +271,7 @@ def other_words(folder: Path) -> None:
         (pickled, "weights are read from safetensors only, which transformers writes with save_pretrained"),
         (reweigh(lambda w: w["model.norm.weight"].fill_(torch.nan)), "model.norm.weight .torch.float32. must hold fin"),
         (reweigh(lambda w: w.update({"model.norm.weight": torch.ones(60).int()})), "torch.int32. must hold finite"),
-        (torn, "model.safetensors is damaged"),
+        (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]), "model.safetensors is damaged"),
         (
             lambda f: (f / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
             "damaged: run `git lfs pull`",
