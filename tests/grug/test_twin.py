@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,11 +35,12 @@ def test_every_experiment_passes_the_gauntlet(grug: Grug, name: str) -> None:
 
 def test_two_processes_are_one(grug: Grug, tmp_path: Path) -> None:
     command, checkpoints = ["-m", "tests.grug.two_processes", f"127.0.0.1:{free_port()}"], str(tmp_path / "checkpoints")
-    started, pipes = list[subprocess.Popen[str]](), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = list[subprocess.Popen[str]]()
     for number in range(2):
         asked = [sys.executable, *command, str(number), checkpoints]
         env = environment(tmp_path / f"compiled-{number}", devices=2)
-        started.append(subprocess.Popen(asked, cwd=ROOT, env=env, text=True, **pipes))
+        started.append(subprocess.Popen(asked, cwd=ROOT, env=env, **pipes))
     answers = [process.communicate(timeout=280)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], answers
     found = [json.loads(next(line for line in out.splitlines() if line.startswith("{"))) for out in answers]
