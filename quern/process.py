@@ -239,11 +239,10 @@ def prompt_signals(raised: Mapping[signal.Signals, Callable[[int], BaseException
     A handler that the body installs instead decides for itself, and a signal that is ignored at the start stays so.
     Does nothing outside the main thread. raised: makes the exception from the signal's number.
     """
-    main = threading.main_thread().ident
-    if threading.get_ident() != main:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handled = [-math.inf]
+    main, handled = threading.get_ident(), [-math.inf]
 
     def handle(number: int, frame: FrameType | None) -> None:
         now, before = time.monotonic(), handled[0]

@@ -143,6 +143,7 @@ def _scores() -> list[dict[str, Any]]:
         for task, values in SCORES.items():
             value, count = values[1 + index], 200
             low, high = interval(value, math.sqrt(max(value * (1 - value), 0.004) / count))
+            assert low is not None and high is not None
             score = {"task": task, "metric": "accuracy", "value": value, "low": max(0.0, low), "high": min(1.0, high)}
             how = {"prompt_hash": "9b74c9897bac770f", "bos": True, "shots": 0, "cropped": 0}
             found.append({"stage": stage, **score, "count": count, "chance": values[0], **how})

@@ -91,14 +91,11 @@ def test_run_again_goes_on_where_it_was_and_trains_nothing_twice(out: Path, told
     assert left() == before and "quern │" in said
 
 
-def test_a_base_model_that_trained_on_since_is_named(
-    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_base_model_that_trained_on_since_is_named(out: Path, tmp_path: Path, told: Told) -> None:
     where = ["--resume", "--run", "toy", "--out", str(shutil.copytree(out, tmp_path / "out"))]
-    for verb, flags in (("pretrain", ["--train.steps", "9"]), ("sft", [])):
-        assert main.main([verb, *where, *PLAIN, *flags]) == 0
+    told("pretrain", *where, *PLAIN, "--train.steps", 9)
     warned = "warning: fine-tuning began with step 8 of pretrain, which has step 9 now: fine-tune again under another"
-    assert warned in capsys.readouterr().out and manifest.steps(out / "runs/toy/pretrain/checkpoints")[-1] == 8
+    assert warned in told("sft", *where, *PLAIN) and manifest.steps(out / "runs/toy/pretrain/checkpoints")[-1] == 8
 
 
 @pytest.mark.parametrize(
