@@ -12,6 +12,7 @@ import ipaddress
 import json
 import math
 import os
+import re
 import ssl
 import time
 import uuid
@@ -39,6 +40,8 @@ HEADER_SECONDS = 10.0  # from the connection, or the last response, to the end o
 BODY_SECONDS = 60.0  # from the end of the headers to the end of the body
 UNREAD_SECONDS = 60.0  # for which a client may leave a response unread
 SEPARATOR = b"\r\n\r\n"
+UPGRADE = re.compile(rb"(?i)\r\nupgrade(?=:)")  # Java's client sends this header; httptools then reads no body
+TAIL_BYTES = len(b"\r\nupgrade")  # the most of the two that an earlier piece may have
 
 
 class Connections:
@@ -149,7 +152,9 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._transport.is_closing():
             return
+        before = b"" if self._headers_seen else self._tail
         self._bytes += self._counted(data)
+        data = UPGRADE.sub(rb"\g<0>-", before + data)[len(before) :]  # to the parser, another header
         if self._bytes <= (RAW_BODY_BYTES if self._body_missing else HEADER_BYTES):
             self.inner.data_received(data)
         elif self._body_missing and not self.waits_for_request:
@@ -198,14 +203,11 @@ class Connection(asyncio.Protocol):
             return len(data)
         if self._headers_seen:
             return 0
-        if not self._tail:
-            data = data.lstrip(b"\r\n")  # parsers skip empty lines before a request
-        seen = self._tail + data
+        tail = self._tail
+        seen = tail + data if tail else data.lstrip(b"\r\n")  # parsers skip empty lines before a request
         end = seen.find(SEPARATOR)
-        self._headers_seen = end >= 0
-        counted = len(data) if end < 0 else end + len(SEPARATOR) - len(self._tail)
-        self._tail = seen[-len(SEPARATOR) + 1 :]
-        return counted
+        self._headers_seen, self._tail = end >= 0, seen[-TAIL_BYTES:]
+        return (len(seen) if end < 0 else end + len(SEPARATOR)) - len(tail)
 
     def within(self, seconds: float | None) -> None:
         """Replaces the deadline, at which the connection is closed."""

@@ -222,6 +222,22 @@ def test_a_limited_client_stays_limited_among_more_clients_than_are_remembered(m
     assert [rate.wait(client, patient=False) for client in "abaca"] == pytest.approx([0, 0, 60, 0, 60])
 
 
+def test_a_body_is_read_also_where_its_headers_offer_another_protocol(url: str) -> None:
+    """As Java's HttpClient and `curl --http2` do; the header may arrive in two pieces."""
+    offer, body = (
+        b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
+        b'{"prompt": "x"}',
+    )
+    sent = HEAD + offer + b"content-length: %d\r\n\r\n" % len(body) + body
+    name = sent.index(b"Upgrade: ")
+    for cut in range(name - 3, name + 10):
+        with connected(url) as connection:
+            connection.sendall(sent[:cut])
+            time.sleep(0.01)
+            connection.sendall(sent[cut:])
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 "), sent[:cut]
+
+
 def test_a_request_that_is_no_http_leaves_no_line_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     with running(create_app({"toy": toy_engine()})) as url, connected(url) as connection:
         connection.sendall(b"nonsense\r\n\r\n")
