@@ -67,6 +67,8 @@ def read_texts(engine: Engine, request: CompletionRequest) -> tuple[list[list[in
     for prompt in prompts:
         _require_room(prompt, engine.context, "prompt", min(wanted, 1))
     options = _options(engine, request, max(prompts, key=len), wanted)
+    if request.seed is None:  # equal texts of one request are continued in different ways
+        options["seed"] = [secrets.randbits(63) for _ in prompts]
     return prompts, options | {"max_tokens": min(wanted, engine.context), "plain": True, "logprobs": request.logprobs}
 
 

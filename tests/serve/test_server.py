@@ -88,6 +88,8 @@ def test_a_stream_has_its_first_piece_at_once_and_the_others_together(
 def test_answers_without_a_seed_differ(client: openai.OpenAI) -> None:
     answers = [client.chat.completions.create(model=NAME, messages=HELLO, max_tokens=12) for _ in range(6)]
     assert len({answer.choices[0].message.content for answer in answers}) > 1
+    equal = client.completions.create(model=NAME, prompt=["At"] * 6, max_tokens=12)
+    assert len({choice.text for choice in equal.choices}) > 1
 
 
 def test_calls_of_the_calculator_travel_as_parts(monkeypatch: pytest.MonkeyPatch) -> None:
