@@ -1,6 +1,7 @@
 """A request that cannot be done is a 400 that names the field that the client sent, in the words of its own path."""
 
 import gc
+import gzip
 import json
 import math
 import time
@@ -238,6 +239,7 @@ def test_a_missing_parameter_a_wrong_model_media_type_size_path_and_method(url: 
     for path in FIRST:
         check_error(post(url, path, {"model": "gpt-4"}), 404, "this server has 'toy'", "model")
     check_error(post(url, CHAT, {}, **{"content-type": "text/plain"}), 415, "as JSON")
+    check_error(post(url, CHAT, gzip.compress(b"{}"), **{"content-encoding": "gzip"}), 415, "not compressed")
     check_error(post(url, CHAT, b" " * (MAX_BODY_BYTES + 1)), 413, "larger than")
     check_error(web.get(f"{url}/v1/nothing"), 404, "There is nothing at /v1/nothing")
     check_error(web.get(url + CHAT), 405, "GET is not allowed")
