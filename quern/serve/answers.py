@@ -2,6 +2,7 @@
 
 Both are made from the events of a job. Log-probabilities are told for the tokens of the assistant's text, with the
 chunk in which the text of a token begins. Their bytes, joined, are the text and the bytes that are not valid UTF-8.
+OpenAI's lists of a completion also have the token that ended it: programs that score texts leave out the last entry.
 """
 
 import json
@@ -52,10 +53,11 @@ class EventStream(StreamingResponse):
 
 
 class Choice:
-    """One reply in the making. calls: tool parts are calls of the caller's tools, which are told complete."""
+    """One reply in the making. calls: tool parts are calls of the caller's tools, which are told complete; ends: the
+    token that ends a text is told, without a `start`."""
 
-    def __init__(self, calls: bool, front: Front = NO_FRONT) -> None:
-        self._calls = calls
+    def __init__(self, calls: bool, front: Front = NO_FRONT, ends: bool = False) -> None:
+        self._calls, self._ends = calls, ends
         self.front, self.tokens = front[0], list(front[1])
         self.completion: Completion | None = None
         self.kinds: list[str] = []  # kinds of the parts that a chat's stream has told
@@ -75,13 +77,16 @@ class Choice:
         if isinstance(value, Token):
             if value.start is not None:
                 self._waiting.append(value._replace(start=len(self.front) + value.start))
+            elif self._ends:
+                self._waiting.append(value)
             return None
         if isinstance(value, Completion):
             if value.finish_reason == "error":
                 raise ApiError("The form of the reply became too complex to follow: simplify its schema or expression.")
             self.completion = value
             # What a stop string cut off is not told; bytes that are no characters are.
-            cut = bool(self._waiting) and value.finish_reason == "stop" and value.ids[-1] == self._waiting[-1].id
+            last = self._waiting[-1] if self._waiting and value.finish_reason == "stop" else None
+            cut = last is not None and last.start is not None and value.ids[-1] == last.id
             return None, [] if cut else self._told(len(self._waiting))
         if value.kind == "tool" and self._calls:
             return None
@@ -111,6 +116,7 @@ class Answer(ABC):
     """
 
     whole_kind = chunk_kind = prefix = ""
+    ends = False  # as in `Choice`
 
     def __init__(
         self,
@@ -123,7 +129,8 @@ class Answer(ABC):
     ) -> None:
         self.job, self.tokenizer, self.model = job, job.worker.tokenizer, job.worker.name
         self.prompts, self.samples, self.logprobs = prompts, samples, logprobs
-        self.choices = [Choice(calls, front) for front in fronts or [NO_FRONT] * len(prompts) for _ in range(samples)]
+        both = ((front, sample) for front in fronts or [NO_FRONT] * len(prompts) for sample in range(samples))
+        self.choices = [Choice(calls, front, self.ends) for front, _ in both]
         self._identifier, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
 
     @abstractmethod
@@ -139,8 +146,8 @@ class Answer(ABC):
         """The content of a finished choice."""
 
     @abstractmethod
-    def told(self, tokens: Sequence[Token]) -> Any:
-        """The log-probabilities of tokens."""
+    def told(self, choice: Choice, tokens: Sequence[Token]) -> Any:
+        """The log-probabilities of tokens of a choice."""
 
     def take(self, events: Sequence[Event]) -> list[Piece]:
         """Takes events; returns what they add. Neighbouring pieces of one kind become one."""
@@ -179,7 +186,7 @@ class Answer(ABC):
     def _finished(self, index: int) -> str:
         """A choice of the complete response as JSON."""
         choice = self.choices[index]
-        told = self.told(choice.tokens) if self.logprobs else None
+        told = self.told(choice, choice.tokens) if self.logprobs else None
         return encode(_choice(index, self.content(choice), told, choice.finish_reason))
 
     async def stream(self, include_usage: bool) -> AsyncIterator[str]:
@@ -188,7 +195,7 @@ class Answer(ABC):
         head = encode(self._head(self.chunk_kind) | usage)[:-1]  # the chunks of a stream differ in their choice alone
 
         def chunk(index: int, content: dict[str, Any], tokens: Sequence[Token], finish_reason: str | None) -> str:
-            told = self.told(tokens) if self.logprobs and tokens else None
+            told = self.told(self.choices[index], tokens) if self.logprobs and tokens else None
             return f'data: {head}, "choices": [{encode(_choice(index, content, told, finish_reason))}]}}\n\n'
 
         try:
@@ -255,14 +262,14 @@ class Chat(Answer):
             message["parts"] = choice.completion.parts
         return {"message": message}
 
-    def told(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def told(self, choice: Choice, tokens: Sequence[Token]) -> dict[str, Any]:
         return {"content": _content(self.tokenizer, tokens), "refusal": None}
 
 
 class Text(Answer):
     """`/v1/completions`."""
 
-    whole_kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+    whole_kind, chunk_kind, prefix, ends = "text_completion", "text_completion", "cmpl-", True
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         return {"text": choice.front} if choice.front else None
@@ -273,15 +280,16 @@ class Text(Answer):
     def content(self, choice: Choice) -> dict[str, Any]:
         return {"text": choice.text}
 
-    def told(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def told(self, choice: Choice, tokens: Sequence[Token]) -> dict[str, Any]:
+        own = [token for token in tokens if token.start is not None]
         return {
             "tokens": [_spelled(self.tokenizer, token.id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
                 {_spelled(self.tokenizer, id): value for id, value in reversed(token.top)} or None for token in tokens
             ],
-            "text_offset": [token.start for token in tokens],
-            "content": _content(self.tokenizer, tokens),  # as in a chat: OpenAI's shape has neither ids nor bytes
+            "text_offset": [len(choice.text) if token.start is None else token.start for token in tokens],
+            "content": _content(self.tokenizer, own),  # as in a chat: OpenAI's shape has neither ids nor bytes
         }
 
 

@@ -80,27 +80,29 @@ def test_completions(client: openai.OpenAI, engine: Engine, form: str, echo: int
         told = choice.logprobs
         assert tokens[choice.index] == told.tokens and offsets[choice.index] == told.text_offset
         content: Any = told.content  # the same in a chat's shape, with ids
-        assert [one["logprob"] for one in content] == told.token_logprobs
-        assert [one["token"] for one in content] == told.tokens
+        inside = slice(-1 if choice.finish_reason == "stop" else None)  # the last one ends the text
+        assert [one["logprob"] for one in content] == told.token_logprobs[inside]
+        assert [one["token"] for one in content] == told.tokens[inside]
         for one in [*content, *(top for token in content for top in token["top_logprobs"])]:
             assert bytes(one["bytes"]) == TOKENIZER.decode_bytes([one["id"]])
-        spelled = [(text, at) for text, at in zip(told.tokens, told.text_offset, strict=True) if "bytes:" not in text]
+        placed = list(zip(told.tokens, told.text_offset, strict=True))[inside]
+        spelled = [(text, at) for text, at in placed if "bytes:" not in text]
         assert all(choice.text[at:].startswith(text) for text, at in spelled if "bytes:" not in "".join(told.tokens))
         for value, top in zip(told.token_logprobs, told.top_logprobs, strict=True):
             assert (value is None) == (top is None) and (top is None or 1 <= len(top) <= 5)
             assert value is None or (top is not None and value <= max(top.values()) + 1e-6)
         reply = expected[choice.index // n][choice.index % n]
-        own = [id not in TOKENIZER.special_ids.values() for id in reply.ids]
-        assert told.token_logprobs[len(told.tokens) - sum(own) :] == pytest.approx(reply.logprobs[: sum(own)], abs=1e-5)
-        assert echo or len(told.tokens) == sum(own)
+        assert told.token_logprobs[-len(reply.ids) :] == pytest.approx(reply.logprobs, abs=1e-5)
+        assert echo or len(told.tokens) == len(reply.ids)
 
 
 def test_the_log_probabilities_of_a_prompt_are_the_models(client: openai.OpenAI, engine: Engine) -> None:
-    """echo with max_tokens 0 scores a text, as evaluation harnesses ask."""
+    """echo with max_tokens 0 scores a text. lm-evaluation-harness asks for one token and leaves out the last entry."""
     [ids] = ids_of(TEXT)
 
-    def scored(prompt: Any) -> Any:
-        return client.completions.create(model=NAME, prompt=prompt, max_tokens=0, echo=True, logprobs=1).choices[0]
+    def scored(prompt: Any, **more: Any) -> Any:
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1, **more}
+        return client.completions.create(model=NAME, **body).choices[0]
 
     answer = scored(ids)
     told = answer.logprobs
@@ -117,6 +119,9 @@ def test_the_log_probabilities_of_a_prompt_are_the_models(client: openai.OpenAI,
     assert "".join(told.tokens) == "<|bos|>" + TEXT
     as_text = scored(TEXT)
     assert as_text.text == TEXT and as_text.logprobs.tokens == told.tokens[1:]
+    ended = scored(ids, max_tokens=1, logit_bias={TOKENIZER.bos: 100})
+    assert ended.text == answer.text and ended.logprobs.tokens == [*told.tokens, "<|bos|>"]
+    assert ended.logprobs.text_offset == [*told.text_offset, len(answer.text)]
     assert scored(ids[:4]).logprobs.token_logprobs == pytest.approx(told.token_logprobs[:4], abs=1e-5)
 
 
