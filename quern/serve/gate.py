@@ -391,8 +391,8 @@ class Frontier:
 
     def _refusal(self, host: str, path: str, holder: str | None, method: str) -> ApiError | None:
         if self._gate.hosts is not None and host not in self._gate.hosts:
-            message = f"This server does not answer for {host.partition(':')[0]!r}: name it with --allowed-hosts."
-            return ApiError(message, status=403, code="foreign_host")
+            named = f"for {host.partition(':')[0]!r}: name it with --allowed-hosts" if host else "without a Host header"
+            return ApiError(f"This server does not answer {named}.", status=403, code="foreign_host")
         # A browser asks with OPTIONS, without a key, whether a page of another origin may send its request.
         if self._gate.keys is not None and holder is None and path not in PUBLIC and method != "OPTIONS":
             message = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."

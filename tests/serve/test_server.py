@@ -174,6 +174,7 @@ def test_no_access_from_other_origins_or_by_other_names(url: str) -> None:
     response = web.options(f"{url}/v1/models", headers={"origin": "http://evil.example"})
     assert not [name for name in response.headers if name.startswith("access-control")]
     check_error(web.get(f"{url}/v1/models", headers={"host": "evil.example:80"}), 403, "for 'evil.example':")
+    check_error(web.get(f"{url}/v1/models", headers={"host": ""}), 403, "without a Host header")
     assert web.get(f"{url}/v1/models", headers={"host": "localhost:8000"}).status_code == 200
 
 
