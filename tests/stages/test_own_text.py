@@ -18,6 +18,7 @@ from quern.estimate import own_text
 from quern.estimate.own_text import best_depth, bits_per_byte, expectation, most_readings, parameters_of, vocabulary
 from quern.flags.recipe_flags import Arguments
 from quern.lab.options import CompareOptions
+from quern.recipes import load_recipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.stages import pretrain as fitted
@@ -110,7 +111,7 @@ def test_after_a_text_from_standard_input_the_next_command_names_its_file_and_so
     found = re.fullmatch(rf"next: `quern pretrain --data (\S+) {' '.join(flags[2:])}`", following)
     assert found and Path(found[1]).read_text(encoding="utf-8") == text
     for arm in ("gpt", "llama"):  # of a study: all of them read it
-        options, _ = lab._options(CompareOptions, "lab compare", Arguments(flags[:4]), "", arm)
+        options, _ = lab._options(CompareOptions, "lab compare", Arguments(flags[:4]), "", load_recipe(arm))
         assert options.recipe.data == found[1]
 
 
