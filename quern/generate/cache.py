@@ -259,11 +259,10 @@ def attend_masked(q_BTHE: Tensor, k_BKRE: Tensor, v_BKRE: Tensor, visible_BTR: T
     The G heads that share keys are more queries of one head: with a mask, a GPU has no kernel for grouped heads.
     """
     (B, T, H, E), K = q_BTHE.shape, k_BKRE.size(1)
-    q_BKME = q_BTHE.view(B, T, K, H // K, E).permute(0, 2, 3, 1, 4).reshape(B, K, -1, E)
-    y_BKME = F.scaled_dot_product_attention(
-        q_BKME, k_BKRE, v_BKRE, visible_BTR.repeat(1, H // K, 1)[:, None], scale=scale
-    )
-    return y_BKME.view(B, K, H // K, T, E).permute(0, 3, 1, 2, 4).reshape(B, T, H, E)
+    q_BKME = q_BTHE.transpose(1, 2).reshape(B, K, H // K * T, E)
+    visible_BMR = visible_BTR if H == K else visible_BTR.repeat(1, H // K, 1)
+    y_BKME = F.scaled_dot_product_attention(q_BKME, k_BKRE, v_BKRE, visible_BMR[:, None], scale=scale)
+    return y_BKME.reshape(B, H, T, E).transpose(1, 2)
 
 
 def take_token(x_BTD: Tensor, index_B: Tensor) -> Tensor:
