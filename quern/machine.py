@@ -107,8 +107,8 @@ def detect(
         # These processes compile for GPUs only, and take seconds to start.
         set_child_env({"TORCH_WARM_POOL": "0", **environment()})
     elif chosen.type == "cuda":
-        # torch would prefer it on Hopper, and it plans for half a second for each new length: at every 16th token of a
-        # reply, and for every prompt. `attend_cudnn` asks for it.
+        # torch would prefer cuDNN on Hopper, which plans for half a second for each new length: at every 16th token of
+        # a reply, and for every prompt. `attend_cudnn` asks for it.
         torch.backends.cuda.enable_cudnn_sdp(False)
     compute = DTYPES[dtype] if dtype else _compute_dtype(chosen)
     if chosen.type == "cpu" and compute == torch.bfloat16 and hopeless_in_bf16():

@@ -244,22 +244,22 @@ def prompt_signals(raised: Mapping[signal.Signals, Callable[[int], BaseException
         return
     main, handled = threading.get_ident(), [-math.inf]
 
+    def notice(number: int, frame: FrameType | None) -> None:
+        handled[0] = time.monotonic()
+
     def handle(number: int, frame: FrameType | None) -> None:
-        now, before = time.monotonic(), handled[0]
-        handled[0] = now
-        if now > before + TOGETHER_SECONDS:
-            raise raised[signal.Signals(number)](number)
+        notice(number, frame)
+        raise raised[signal.Signals(number)](number)
 
     def watch() -> None:
         for found in iter(partial(os.read, reader, 1), b""):
             which, since = signal.Signals(found[0]), time.monotonic()
-            time.sleep(0.05)
             while signal.getsignal(which) is handle and handled[0] < since - TOGETHER_SECONDS:
                 if time.monotonic() > since + HANDLER_SECONDS:
                     os.write(2, f"{which.name}: ended while it waited\n".encode())
                     os._exit(128 + which)
-                # The main thread does not notice a signal that came just before it began to wait.
-                signal.pthread_kill(main, which)
+                # Ends a wait that the main thread began just after the signal had come: then handlers run.
+                signal.pthread_kill(main, signal.SIGURG)
                 time.sleep(0.05)
         os.close(reader)
 
@@ -267,6 +267,7 @@ def prompt_signals(raised: Mapping[signal.Signals, Callable[[int], BaseException
     os.set_blocking(writer, False)
     heeded = [which for which in raised if signal.getsignal(which) != signal.SIG_IGN]
     before = {which: signal.signal(which, handle) for which in heeded}
+    before[signal.SIGURG] = signal.signal(signal.SIGURG, notice)
     earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=watch, name="signals", daemon=True).start()
     try:

@@ -127,7 +127,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 AGAIN = "remove it, and the same command prepares it again"
-"""Advice for a damaged file that has its size, with which the data counts as prepared."""
+"""Advice for a damaged file of the right size: the data counts as prepared as long as the file is there."""
 
 
 def check(folder: Path, expected: dict[str, Any], verify: bool) -> Path:

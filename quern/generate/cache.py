@@ -256,12 +256,14 @@ class DecodeContext(_CacheContext):
 def attend_masked(q_BTHE: Tensor, k_BKRE: Tensor, v_BKRE: Tensor, visible_BTR: Tensor, scale: float | None) -> Tensor:
     """Attention of each query over its visible keys. Returns (B, T, H, E); scale None is E^-1/2.
 
-    The G heads that share keys are more queries of one head: with a mask, a GPU has no kernel for grouped heads.
+    With a mask, a GPU has no kernel for grouped heads: the heads that share keys are queries of one head where each has
+    one query, and otherwise the keys are repeated, which are small beside a mask for each head.
     """
     (B, T, H, E), K = q_BTHE.shape, k_BKRE.size(1)
+    if T > 1 and H > K:
+        k_BKRE, v_BKRE, K = k_BKRE.repeat_interleave(H // K, 1), v_BKRE.repeat_interleave(H // K, 1), H
     q_BKME = q_BTHE.transpose(1, 2).reshape(B, K, H // K * T, E)
-    visible_BMR = visible_BTR if H == K else visible_BTR.repeat(1, H // K, 1)
-    y_BKME = F.scaled_dot_product_attention(q_BKME, k_BKRE, v_BKRE, visible_BMR[:, None], scale=scale)
+    y_BKME = F.scaled_dot_product_attention(q_BKME, k_BKRE, v_BKRE, visible_BTR[:, None], scale=scale)
     return y_BKME.reshape(B, H, T, E).transpose(1, 2)
 
 

@@ -71,13 +71,13 @@ class FewRows(TorchFunctionMode):
         return (weight @ x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
 
 
-def _attend_one(q_BKGE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, visible_B1GS: Tensor, scale: float | None) -> Tensor:
+def _attend_one(q_BKGE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, visible_B11S: Tensor, scale: float | None) -> Tensor:
     """Scaled dot-product attention of a single query of each head, as sums → (B, K, G, E)."""
     # as_strided forces the query into memory; otherwise the compiler recomputes its norm for every key.
     q = q_BKGE.as_strided(q_BKGE.shape, q_BKGE.stride()).float()
     scores_BKGS = (q[..., None, :] * k_BKSE[:, :, None].float()).sum(-1)
     scores_BKGS = scores_BKGS * (q.size(-1) ** -0.5 if scale is None else scale)
-    scores_BKGS = scores_BKGS.masked_fill(~visible_B1GS, float("-inf"))
+    scores_BKGS = scores_BKGS.masked_fill(~visible_B11S, float("-inf"))
     weights_BKGS = (scores_BKGS - scores_BKGS.amax(-1, keepdim=True)).exp()
     y_BKGE = (weights_BKGS[..., None] * v_BKSE[:, :, None].float()).sum(-2) / weights_BKGS.sum(-1, keepdim=True)
     return y_BKGE.to(q_BKGE.dtype)

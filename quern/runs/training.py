@@ -40,7 +40,7 @@ def fit_to_text(recipe: Resolved, tokenizer: Tokenizer, corpus: Corpus) -> Resol
 
     A tokenizer of another size than the recipe's is one that came with the text, or one that a small text kept below
     the size that was asked for: its vocabulary is filled up to a multiple (`LanguageModel.vocabulary_multiple`). A
-    recipe that has the tokenizer's BOS already is that of a model, as of an import, whose vocabulary it keeps.
+    recipe that already has the tokenizer's BOS belongs to a model, such as an imported one, and keeps its vocabulary.
 
     corpus: the training tokens. A text of several groups counts as read once.
     """

@@ -129,8 +129,9 @@ class Answer(ABC):
     ) -> None:
         self.job, self.tokenizer, self.model = job, job.worker.tokenizer, job.worker.name
         self.prompts, self.samples, self.logprobs = prompts, samples, logprobs
-        both = ((front, sample) for front in fronts or [NO_FRONT] * len(prompts) for sample in range(samples))
-        self.choices = [Choice(calls, front, self.ends) for front, _ in both]
+        self.choices = [
+            Choice(calls, front, self.ends) for front in fronts or [NO_FRONT] * len(prompts) for _ in range(samples)
+        ]
         self._identifier, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
 
     @abstractmethod

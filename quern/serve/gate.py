@@ -41,7 +41,6 @@ BODY_SECONDS = 60.0  # from the end of the headers to the end of the body
 UNREAD_SECONDS = 60.0  # for which a client may leave a response unread
 SEPARATOR = b"\r\n\r\n"
 UPGRADE = re.compile(rb"(?i)\r\nupgrade(?=:)")  # Java's client sends this header; httptools then reads no body
-TAIL_BYTES = len(b"\r\nupgrade")  # the most of the two that an earlier piece may have
 
 
 class Connections:
@@ -152,9 +151,10 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._transport.is_closing():
             return
-        before = b"" if self._headers_seen else self._tail
-        self._bytes += self._counted(data)
-        data = UPGRADE.sub(rb"\g<0>-", before + data)[len(before) :]  # to the parser, another header
+        before, in_headers, counted = self._tail, not self._headers_seen, self._counted(data)
+        self._bytes += counted
+        if in_headers:
+            data = UPGRADE.sub(rb"\g<0>-", before + data[:counted])[len(before) :] + data[counted:]
         if self._bytes <= (RAW_BODY_BYTES if self._body_missing else HEADER_BYTES):
             self.inner.data_received(data)
         elif self._body_missing and not self.waits_for_request:
@@ -206,7 +206,7 @@ class Connection(asyncio.Protocol):
         tail = self._tail
         seen = tail + data if tail else data.lstrip(b"\r\n")  # parsers skip empty lines before a request
         end = seen.find(SEPARATOR)
-        self._headers_seen, self._tail = end >= 0, seen[-TAIL_BYTES:]
+        self._headers_seen, self._tail = end >= 0, seen[-len("\r\nupgrade") :]
         return (len(seen) if end < 0 else end + len(SEPARATOR)) - len(tail)
 
     def within(self, seconds: float | None) -> None:

@@ -307,7 +307,7 @@ async def disconnected(http: Request) -> None:
 async def read_body(http: Request) -> bytes:
     """The body. Raises ApiError for a wrong media type, and for a body that is too large or has too many parts."""
     media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" or http.headers.get("content-encoding", "identity").lower() != "identity":
+    if media_type != "application/json" or http.headers.get("content-encoding", "").lower() not in ("", "identity"):
         how = "with the header 'Content-Type: application/json', not compressed"
         raise ApiError(f"Send the body as JSON, {how}.", status=415)
     body = bytearray()

@@ -225,7 +225,7 @@ def _walk(root: Path, apart: Path | None) -> Iterator[Entry]:
             closed = path != root and isinstance(error, PermissionError)  # such as lost+found
             if not closed and not path.is_symlink():
                 raise
-            yield Entry(path, 0, "closed folder" if closed else "broken link")
+            yield Entry(path, 0, "without permission" if closed else "broken link")
             continue
         seen.add(_identity(info))
         if inside is not None:

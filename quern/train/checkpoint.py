@@ -69,7 +69,7 @@ def save(
     world, final = mesh.world, folder / f"step-{step:08d}"
     temporary = folder / world.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex}")
     parts = [_owned(part, mesh.main) for part in ([tensors] if isinstance(tensors, Mapping) else tensors)]
-    needed = world.size * sum(part.tensor.nbytes for own in parts for part in own.values())  # the ranks share alike
+    needed = sum(world.gather_objects(sum(part.tensor.nbytes for own in parts for part in own.values())))
     refused = partial(_write_error, folder, step, needed)
     with failing_together(world, refused):
         if mesh.main:

@@ -222,7 +222,7 @@ def test_damaged_files_are_refused_and_change_nothing(page: Page, tmp_path: Path
 
 
 def test_a_title_is_typed_to_its_end_when_a_reply_ends_meanwhile(page: Page) -> None:
-    page.begin("first", "word " * 20, seconds=0.03)
+    page.begin("first", "word " * 20, seconds=0.05)
     page.click("[aria-label='Rename first']")
     page.chrome.type("A title")
     page.wait(DONE)
@@ -235,7 +235,7 @@ def test_a_title_is_typed_to_its_end_when_a_reply_ends_meanwhile(page: Page) -> 
 def test_the_focus_stays_on_its_button_when_a_reply_ends(page: Page) -> None:
     page.ask("first")
     for button in ("Export first", "Copy"):
-        page.begin("more", "word " * 12, seconds=0.02)
+        page.begin("more", "word " * 20, seconds=0.02)
         page.run(f"[...document.querySelectorAll('[aria-label={json.dumps(button)}]')].at(-1).focus()")
         page.wait(DONE)
         assert page.run("document.activeElement.ariaLabel") == button

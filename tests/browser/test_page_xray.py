@@ -265,7 +265,7 @@ def test_one_reply_is_written_at_a_time(page: Page) -> None:
     page.ask("The miller ")
     page.click("#xray")
     page.open_prompt()
-    page.begin("more", "word " * 20, seconds=0.03)
+    page.begin("more", "word " * 20, seconds=0.05)
     page.click(".prompt .token", 2)
     page.click("button.alternative:not(:disabled)")
     page.wait(DONE)

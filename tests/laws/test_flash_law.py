@@ -91,7 +91,7 @@ def attended(path: Callable[..., Tensor], case: Case, window: int | None) -> lis
 
 
 def worst_deviation(cases: list[Case]) -> float:
-    """Over cases, of y, dq, dk and dv."""
+    """The largest deviation of y, dq, dk and dv over cases."""
     ours = (attended(flash_attention, case, case.window) for case in cases)
     plain = (attended(attend_plain, case, case.window or None) for case in cases)
     return max(map(deviation, ours, plain))

@@ -223,7 +223,7 @@ def test_a_limited_client_stays_limited_among_more_clients_than_are_remembered(m
 
 
 def test_a_body_is_read_also_where_its_headers_offer_another_protocol(url: str) -> None:
-    """As Java's HttpClient and `curl --http2` do; the header may arrive in two pieces."""
+    """Java's HttpClient and `curl --http2` send such headers; the header may arrive in two pieces."""
     offer, body = (
         b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
         b'{"prompt": "x"}',

@@ -354,7 +354,7 @@ def test_too_many_waiting_are_told_to_come_back(engine: Engine, slow: Steps, mon
     monkeypatch.setattr("quern.serve.worker.WAITING_ROWS", 1)
     narrow = Engine(engine.model, engine.tokenizer, engine.machine, max_rows=1)
     with running(create_app({NAME: narrow})) as base:
-        slow.seconds = 0.05
+        slow.seconds = 0.1
         with ThreadPoolExecutor(5) as pool:
             results = [*pool.map(lambda _: post(base, CHAT, ask(max_tokens=10, temperature=0)), range(5))]
     refused = [response for response in results if response.status_code != 200]

@@ -51,7 +51,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Told:
     def told(out: Path, *flags: str, verb: str = "complete", code: int = 0) -> str:
-        """What the command prints on standard output, which stays empty where it is refused: then the error."""
+        """Returns the standard output; if the command is refused, checks that this is empty, and returns the error."""
         capsys.readouterr()
         run_command(verb, "--out", out, *FLAGS, *flags, code=code)
         printed = capsys.readouterr()

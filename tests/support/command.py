@@ -17,7 +17,7 @@ def run(*words: Any, code: int = 0) -> None:
 
 def runner(capsys: pytest.CaptureFixture[str]) -> Told:
     def told(*words: Any, code: int = 0) -> str:
-        """What a command prints on standard output; where it is refused, with 1, on standard error."""
+        """Returns what a command prints on standard output, or on standard error where it is refused with 1."""
         capsys.readouterr()
         run(*words, code=code)
         printed = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What a folder holds."""
+"""The contents of a folder."""
 
 from pathlib import Path
 

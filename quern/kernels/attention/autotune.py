@@ -50,8 +50,8 @@ class Backend:
 
 
 def attend_cudnn(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
-    """SDPA by cuDNN only, which is faster than torch's first choice on some GPUs, where gradients are recorded: it
-    plans for each shape (`machine.detect`), and without gradients lengths vary."""
+    """SDPA by cuDNN only, which is faster than torch's first choice on some GPUs. Without gradients lengths vary, and
+    cuDNN plans for each shape (`machine.detect`): torch chooses there."""
     unknown = q_BTHE.size(-1) % 8 or q_BTHE.size(-1) > 128 or k_BTKE.size(1) == 1  # cuDNN has no kernel for these
     if unknown or not torch.is_grad_enabled():
         return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)

@@ -127,13 +127,13 @@ def refuse_lost(base: Recipe, ideas: Mapping[str, Recipe], named: Collection[str
     for name, recipe in ideas.items():
         known = {*field_names(recipe)} & {*field_names(base)}
         own = {field for field in known if attrgetter(field)(recipe) != attrgetter(field)(base)}
-        if lost := sorted(own & {*by_study, *named} - {*OF_TEXT.split()} - OPERATIONAL):
+        if lost := sorted(own & {*by_study, *named} - OPERATIONAL):
             by, what = (f"--{flag(lost[0])}", "the flag") if lost[0] in named else ("the study", "it")
             raise ValueError(f"{name} sets {lost[0]}, which {by} sets for all arms: leave {what} out")
-        if other := sorted(own & text - set(named)):
+        if other := sorted(own & text):
             raise ValueError(
-                f"{name} sets {other[0]}, so it would be validated on another text than the baseline: give "
-                f"--{flag(other[0])} for all arms, or the same --val"
+                f"{name} sets {other[0]}, so it would be validated on another text than the baseline: leave it out, or "
+                "give all arms the same --val"
             )
 
 
