@@ -122,7 +122,7 @@ def check_models_move_both_ways() -> None:
             resume(SimpleNamespace(mesh=alone()), back.checkpoints("pretrain"), print)  # pyright: ignore
         del meta["trained_by"]
         checkpoint.save(back.checkpoints("pretrain"), 5, tensors, meta, 1)
-        assert "has a base model that PyTorch trained" in verb("export", "--run", "back")
+        assert f"PyTorch trained: move {back.stage('pretrain')} away" in verb("export", "--run", "back")
 
 
 def check_several_processes_need_an_address() -> None:

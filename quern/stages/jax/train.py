@@ -258,8 +258,8 @@ def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
     known = manifest.latest(target, log)
     if known is not None and known[1]["meta"].get("trained_by") != STAGE:
         raise ValueError(
-            f"run '{run_dir.run}' has a base model that PyTorch trained ({known[0]}): move it away, or train the JAX "
-            "model under another name (--run)"
+            f"run '{run_dir.run}' has a base model that PyTorch trained: move {run_dir.stage('pretrain')} away, "
+            "or train the JAX model under another name (--run)"
         )
     meta = Origin(tokenizer.fingerprint, recipe=recipe.to_json()).meta()
     weights = {name: np.array(value, order="C") for name, value in to_torch(run.arrays.params).items()}
