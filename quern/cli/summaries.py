@@ -108,9 +108,9 @@ def following(verb: str, words: Arguments) -> str:
 
     found = RunDir(Path(words.value("out") or "out"), words.value("run") or "first")
     if verb == "report" and not any(map(found.has_trained, STAGES)):
-        if not found.has_trained("grug"):
-            return ""
         verb = "grug train"
+    if verb == "grug train" and not found.exports:
+        return ""
     by_flag = found.run in (*recipe_names(), "keys") or found.run.endswith(".py") or verb == "grug train"
     run = found.flags if by_flag else found.flags.removeprefix("--run ")
     return f"next: {', '.join(f'`quern {then} {run}`' for then in NEXT[verb])}"

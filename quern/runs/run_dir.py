@@ -115,6 +115,13 @@ class RunDir:
             return True
         return origin.get("base") is None
 
+    @property
+    def exports(self) -> bool:
+        """Whether `quern grug export` takes the run's JAX model: the `gpt` recipe's, with no base model of PyTorch."""
+        recipe = self.stage("grug") / "recipe.json"  # an imported model has none
+        own = recipe.exists() and '"make_model": "quern.' not in recipe.read_text(encoding="utf-8")
+        return self.has_trained("grug") and not own and not (self.stage("pretrain") / "origin.json").exists()
+
     def require_trained(self, stage: str | None) -> list[str]:
         """The stages that have saved a checkpoint; only `stage`, if it is given. Raises FileNotFoundError for none."""
         found = [name for name in ([stage] if stage else STAGES) if self.has_trained(name)]
@@ -150,7 +157,7 @@ class RunDir:
         """The message for a missing part of the run, or a missing run. verb: the command that makes the part."""
         if not self.folder.is_dir():
             return f"there is no run '{self.run}' under {self.out.absolute()}: {instead_of_no_run(self.out)}"
-        exported = verb in ("run", "pretrain") and self.has_trained("grug")
+        exported = verb in ("run", "pretrain") and self.exports
         advice = f"`quern {'grug export' if exported else verb} {self.flags}` makes one"
         if verb == "run" and (who := self.holder):
             advice = f"{who} is training it; wait for its first checkpoint"

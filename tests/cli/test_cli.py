@@ -194,6 +194,12 @@ def test_what_follows_a_report_opens_the_model_that_the_run_has(tmp_path: Path) 
         if stage == "grug":
             with pytest.raises(FileNotFoundError, match=f"no model yet: `quern {verb} mine --out .*` makes one"):
                 run_dir.require_trained(None)
+    train = Arguments(("train", *report))
+    assert summaries.following("grug", train).startswith("next: `quern grug export --run mine ")
+    for stage, file in (("pretrain", "origin.json"), ("grug", "recipe.json")):  # PyTorch's base model; a file's model
+        (run_dir.stage(stage) / file).write_text('{"make_model": "idea:Sinks"}', encoding="utf-8")
+        assert summaries.following("grug", train) == ""  # `quern grug export` would refuse
+        (run_dir.stage(stage) / file).unlink()
     for name in ("llama", "keys", "own.py"):  # which behind a verb mean something else
         own = summaries.following("pretrain", Arguments(("--run", name)))
         assert own == f"next: `quern sft --run {name}`, `quern chat --run {name}`"
