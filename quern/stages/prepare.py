@@ -133,6 +133,7 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
             listings["text"], its_val = list_source(copy[0], DOCUMENTS), copy[1]
     if val := recipe.val or its_val:
         listings["validation text"] = list_source(val, DOCUMENTS, apart=out)
+        listings["text"] = listings["text"].without(listings["validation text"])
     for what, listing in listings.items():
         for line in listing.lines(what):
             log(line)

@@ -136,9 +136,8 @@ def _first(corpus: Corpus, documents: np.ndarray, tokens: int) -> np.ndarray:
 def token_listings(recipe: Resolved, public: PublicData | None) -> tuple[Listing, Listing | None]:
     """The recipe's token files, and those that are named for validation."""
     train = list_source(public.train, (".bin",)) if public else _listing(recipe.data)
-    if recipe.val:
-        return train, _listing(recipe.val)
-    return train, list_source(public.val, (".bin",)) if public else None
+    val = _listing(recipe.val) if recipe.val else list_source(public.val, (".bin",)) if public else None
+    return train.without(val) if val else train, val
 
 
 def _listing(data: str) -> Listing:

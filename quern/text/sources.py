@@ -68,6 +68,14 @@ class Listing(NamedTuple):
     def files(self) -> list[Path]:
         return [entry.path for entry in self.read]
 
+    def without(self, other: Listing) -> Listing:
+        """The listing with the files that `other` reads among the ignored ones, unless these are all of them."""
+        theirs = {os.path.realpath(path) for path in other.files}
+        left, taken = list[Entry](), list[Entry]()
+        for entry in self.read:
+            (taken if os.path.realpath(entry.path) in theirs else left).append(entry)
+        return Listing(tuple(left), (*self.ignored, *taken)) if left else self
+
     def lines(self, what: str) -> list[str]:
         """Lines for the user about read and ignored files, each starting with `what`."""
         lines = [f"{what}: reading {_counts(self.read)}"]

@@ -122,8 +122,8 @@ def test_validation_of_its_own_takes_nothing_from_training(tmp_path: Path) -> No
     texts = documents(60)
     data, val = (write_jsonl(tmp_path / f"{part}.jsonl", texts[part]) for part in (slice(50), slice(50, None)))
     half = sum(len(text.encode()) for text in texts[50:55]) / 1e6
-    for recipe, last in ((recipe_for(data), 60), (recipe_for(data, val_megabytes=half), 55)):
-        prepared, _ = made(replace(recipe, val=str(val)), tmp_path / "out")
+    for where, most, last in ((data, 1.0, 60), (data, half, 55), (tmp_path, 1.0, 60)):  # the folder has both files
+        prepared, _ = made(replace(recipe_for(where, val_megabytes=most), val=str(val)), tmp_path / "out")
         assert texts_of(prepared.train, prepared.tokenizer) == texts[:50]
         assert texts_of(prepared.val, prepared.tokenizer) == texts[50:last]
 

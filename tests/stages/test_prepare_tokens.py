@@ -91,11 +91,12 @@ def test_one_file_holds_out_every_twentieth_document(tmp_path: Path, tokenizer: 
 
 def test_validation_is_as_much_as_was_asked_for(tmp_path: Path, tokenizer: str) -> None:
     path, val = write_bin(tmp_path / "x.bin", texts(50)), write_bin(tmp_path / "y.bin", texts(50, 50))
-    prepared = prepare(recipe_for(path, tokenizer, val, megabytes=1e-4), tmp_path / "out", print)  # 25 tokens
-    assert read(prepared.train) == texts(50)
-    kept = read(prepared.val)
-    assert kept == texts(50, 50)[: len(kept)]
-    assert prepared.val.num_tokens - prepared.val.lengths[-1] < 25 <= prepared.val.num_tokens
+    for data in (path, tmp_path):  # a folder may hold the validation file: that is not trained on
+        prepared = prepare(recipe_for(data, tokenizer, val, megabytes=1e-4), tmp_path / "out", print)  # 25 tokens
+        assert read(prepared.train) == texts(50)
+        kept = read(prepared.val)
+        assert kept == texts(50, 50)[: len(kept)]
+        assert prepared.val.num_tokens - prepared.val.lengths[-1] < 25 <= prepared.val.num_tokens
 
 
 def test_what_is_missing_is_said(tmp_path: Path, tokenizer: str) -> None:
