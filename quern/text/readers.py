@@ -135,16 +135,19 @@ def can_convert() -> bool:
 
 
 def convert(path: Path) -> str:
-    """The text of a file of `CONVERTED`, as Markdown. Raises UnreadableError if markitdown cannot read it."""
+    """The text of a file of `CONVERTED`, as Markdown. Raises UnreadableError if markitdown finds none."""
     markitdown = importlib.import_module("markitdown")
     try:
         text = markitdown.MarkItDown(enable_plugins=False).convert_local(str(path)).text_content
+        text = re.sub(r"\AContent from the zip file .*\n*", "", text)  # which names the local path
+        if not text.strip():
+            raise ValueError("it has no text, as a scan")
         if path.suffix.lower() not in (".html", ".htm") and text.strip() == path.read_text(UTF8, "replace").strip():
             raise ValueError("it may be damaged")  # markitdown takes a damaged file for plain text
     except (markitdown.MarkItDownException, OSError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UnreadableError(f"{path}: markitdown cannot read it ({type(error).__name__}: {reason})") from error
-    return re.sub(r"\AContent from the zip file .*\n+", "", text)  # which names the local path
+    return text
 
 
 def cut_short(path: Path, error: Exception) -> OSError:

@@ -203,14 +203,17 @@ def test_papers_and_pages_are_read_by_the_extra_or_it_is_named(tmp_path: Path, m
     page = "<html><body><h1>Title</h1><p>Hello <b>world</b>.</p></body></html>"
     (tmp_path / "a.html").write_text(page, encoding="utf-8")
     (tmp_path / "page.txt").write_text(page, encoding="utf-8")
-    with zipfile.ZipFile(tmp_path / "b.zip", "w") as file:
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as file, zipfile.ZipFile(tmp_path / "empty.zip", "w"):
         file.write(tmp_path / "a.html", "a.html")
+    (tmp_path / "scan.html").write_text("<html><body></body></html>", encoding="utf-8")
     text = "# Title\n\nHello **world**."
     assert list(read([tmp_path / "a.html", tmp_path / "b.zip"])) == [text, f"## File: a.html\n\n{text}"]
     assert "page.txt is full of HTML tags" in str(warning_of([tmp_path / "page.txt"]))
     (tmp_path / "c.pdf").write_bytes(b"%PDF-1.4 nothing")
-    with pytest.raises(ValueError, match=r"c.pdf: markitdown cannot read it \("):
-        list(read(tmp_path / "c.pdf"))
+    wrong = {"c.pdf": r"c.pdf: markitdown cannot read it \(", "empty.zip": "has no text", "scan.html": "has no text"}
+    for name, why in wrong.items():
+        with pytest.raises(ValueError, match=why):
+            list(read(tmp_path / name))
     monkeypatch.setattr(sources, "can_convert", lambda: False)
     assert list_source(tmp_path, DOCUMENTS).lines("text")[1].endswith("run .venv/bin/pip install -e '.[documents]'")
     extra = "cannot read .*a.html: .*; papers, books and pages need the extra `documents`"
