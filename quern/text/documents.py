@@ -23,6 +23,7 @@ MARKED_FILES = 8
 TAG = re.compile(r"</?(?:p|br|div|span|a|li|ul|td|tr|table|h[1-6]|html|body|head|script|img)\b[^<>]*>", re.IGNORECASE)
 PLAIN_CHARACTERS = 100
 """A text with a tag in so many characters is a web page."""
+JSON_LINES = re.compile(r'\s*\{".*\}\s*\n\{"')
 FEW_RECORDS = 1000
 """A larger source may have one malformed record in so many."""
 MOST_AT_ONCE = 10
@@ -73,8 +74,8 @@ def refuse_surrogates(text: str) -> None:
 
 def warning_of(paths: Sequence[Path], separated: bool = False, encoding: str = "utf-8") -> str | None:
     """Looks for what a model would learn to write by mistake, at the beginning of the first text files: a mark that
-    ends documents, unless the marks are known (`separated`), or the tags of a web page. Returns a line for the user;
-    None if there is nothing of the kind."""
+    ends documents, unless the marks are known (`separated`), the tags of a web page, or JSON. Returns a line for the
+    user; None if there is nothing of the kind."""
     text_files = (path for path in paths if format_of(path) in (*PLAIN, "") and path.exists())
     for path in islice(text_files, MARKED_FILES):
         with suppress(UnreadableError, OSError):  # the reading tells of it
@@ -83,8 +84,10 @@ def warning_of(paths: Sequence[Path], separated: bool = False, encoding: str = "
                     mark = found[1] or found[2]
                     instead = f"if it ends documents, give --text.separator {shlex.quote(mark)}"
                     return f"warning: {path} has {mark}, which is read as text: {instead}"
-                if PLAIN_CHARACTERS * len(TAG.findall(text)) > len(text):
-                    return f"warning: {path} is full of HTML tags, which the model would learn: name it .html instead"
+                tags = PLAIN_CHARACTERS * len(TAG.findall(text)) > len(text)
+                if tags or JSON_LINES.match(text):
+                    holds, ending = ("is full of HTML tags", "html") if tags else ("holds lines of JSON", "jsonl")
+                    return f"warning: {path} {holds}, which the model would learn: name it .{ending} instead"
     return None
 
 

@@ -20,6 +20,7 @@ from quern.text.documents import warning_of
 from quern.text.readers import recognized
 from quern.text.sources import DOCUMENTS, Entry, content_fingerprint, data_paths, files, list_source, list_talks
 from tests.support.hub_server import hub_server
+from tests.support.rows import write_rows
 from tests.support.small_text import read_source as read
 
 
@@ -209,6 +210,8 @@ def test_papers_and_pages_are_read_by_the_extra_or_it_is_named(tmp_path: Path, m
     text = "# Title\n\nHello **world**."
     assert list(read([tmp_path / "a.html", tmp_path / "b.zip"])) == [text, f"## File: a.html\n\n{text}"]
     assert "page.txt is full of HTML tags" in str(warning_of([tmp_path / "page.txt"]))
+    write_rows(tmp_path / "rows.txt", [{"text": text}] * 2)
+    assert "rows.txt holds lines of JSON" in str(warning_of([tmp_path / "rows.txt"]))
     (tmp_path / "c.pdf").write_bytes(b"%PDF-1.4 nothing")
     wrong = {"c.pdf": r"c.pdf: markitdown cannot read it \(", "empty.zip": "has no text", "scan.html": "has no text"}
     for name, why in wrong.items():
