@@ -59,7 +59,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     remove_abandoned(path.parent, path.name)
     temporary, lock = _temporary(path)
     try:
-        with lock:
+        with lock, naming(path):
             yield temporary
             sync_path(temporary)
             os.replace(temporary, path)
@@ -69,7 +69,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a UTF-8 file atomically: `whole_file` with this text."""
-    with naming(path), whole_file(path) as temporary, open(temporary, "w", encoding="utf-8", errors=NAMES) as file:
+    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8", errors=NAMES) as file:
         file.write(text)
 
 

@@ -62,8 +62,8 @@ def test_what_cannot_be_written_leaves_the_previous_file(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="planted"), whole_file(path) as temporary:
         temporary.write_text("new", encoding="utf-8")
         raise ValueError("planted")
-    with full_disk(100), pytest.raises(OSError) as refused:
-        write_whole(path, "new" * 1000)
+    with full_disk(100), pytest.raises(OSError) as refused, whole_file(path) as temporary:
+        temporary.write_bytes(b"new" * 1000)
     assert plainly(refused.value).startswith(f"{path}: File too large: ")
     assert path.read_text(encoding="utf-8") == "old" and len(list(path.parent.iterdir())) == 1
     remove_abandoned(tmp_path / "nowhere")
