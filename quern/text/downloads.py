@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from quern.process import environment, set_child_env, waiting
-from quern.temporaries import sha256_of, sync_path
+from quern.temporaries import naming, sha256_of, sync_path
 from quern.text.repositories import HubName, Repository
 
 QUIET_HUB = {"HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -93,7 +93,8 @@ def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | Non
     tries, farthest = 0, 0
     while True:
         try:
-            with waiting(f"bytes of {path.name} from {host}", HF_HUB_DOWNLOAD_TIMEOUT) as arrived:
+            # An OSError is of this machine, such as a full disk.
+            with naming(part), waiting(f"bytes of {path.name} from {host}", HF_HUB_DOWNLOAD_TIMEOUT) as arrived:
                 for have, came in _receive(url, part, size, version):
                     version = came
                     arrived()
@@ -105,13 +106,11 @@ def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | Non
             part.unlink()
             reason, most, status, busy = f"its SHA-256 is {found}, expected {sha256}", 1, 0, {}
             reason = reason if size in (None, have) else f"it has {have:,} bytes, expected {size:,}"
-        except (OSError, huggingface_hub.errors.HTTPError) as error:
+        except huggingface_hub.errors.HTTPError as error:
             answer = getattr(error, "response", None)
             status, busy = getattr(answer, "status_code", 0), getattr(answer, "headers", {})
             reason = f"the server answers {status}{advice.get(status, '')}" if status else _reason(error)
-            # A full disk and a missing file do not change.
-            broken = 0 if status or isinstance(error, OSError) else BROKEN_TRIES
-            most = len(PAUSES) if status in BUSY else broken
+            most = len(PAUSES) if status in BUSY else 0 if status else BROKEN_TRIES
         have = part.stat().st_size if part.exists() else 0
         if have > farthest:
             tries, farthest = 0, have
