@@ -296,7 +296,7 @@ def _table_rows(path: Path, wanted: Sequence[str], encoding: str) -> Iterator[di
     head = next(lines, "")
     reader = csv.reader(chain([head], lines), delimiter=_delimiter(path, head, wanted), strict=True)
     try:
-        names = next(reader, [])
+        names = next(filter(None, reader), [])  # blank lines may come before
         columns = {name: names.index(name) for name in wanted if name in names}
         if twice := [name for name in columns if names.count(name) > 1]:
             raise UnreadableError(f"{path}, line 1: two columns are named {twice[0]!r}: rename one of them")
