@@ -301,7 +301,7 @@ def test_a_failure_is_a_record_and_one_from_outside_is_tried_at_the_next_start(
     study, arms = make(tmp_path / "study", ["base", "odd", "killed", "idles"], tune=tune)
     drawn, ideas = Drawn({}), ["odd", "killed", "idles"]
     killed = why if why.startswith("the cluster") else f"the arm killed process failed: {why}"
-    errors = {"odd": "its process failed", "killed": killed}
+    errors = {"odd": "its process\nfailed", "killed": killed}
 
     def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
         if arm.name in errors and list(seeds)[0][0] not in TUNE_SEEDS:
@@ -309,11 +309,18 @@ def test_a_failure_is_a_record_and_one_from_outside_is_tried_at_the_next_start(
         return drawn(arm, seeds)
 
     start(study, arms, train, ideas)
-    assert [one.error for one in study.runs("odd", 0, chosen(study, "odd")).values() if one.error] == [errors["odd"]]
+    kept = {one.error for one in study.runs("odd", 0, chosen(study, "odd")).values() if one.error}
+    assert kept == {"its process failed"}, "in one line"
     assert "could not be trained: odd" in "\n".join(report.study_lines(study))
     assert judged(study, 0).findings.keys() == {"idles"}
     start(study, arms, drawn, ideas)
     assert judged(study, 0).findings.keys() == {"idles", "killed"}
+    if not tune:  # else it has finished trials of the code before
+        study = Comparison.of(study.folder, study.plan, [replace(study.arms["odd"], code="repaired")])
+        start(study, arms, drawn, ideas)
+        assert judged(study, 0).findings.keys() == {"idles", "killed", "odd"}
+    with pytest.raises(ValueError, match="save the idea under another name"):
+        Comparison.of(study.folder, study.plan, [replace(study.arms["odd"], code="other")])
 
 
 def test_a_baseline_above_the_trigram_is_refused(tmp_path: Path) -> None:

@@ -218,19 +218,22 @@ class Comparison(Study):
 
     @classmethod
     def of(cls, folder: Path, plan: Plan, arms: Sequence[ArmRecord]) -> Self:
-        """Opens a study, new or begun, and adds the arms that it lacks. Raises ValueError if it has other rules, or an
-        arm's code has changed."""
+        """Opens a study, new or begun, and adds the arms that it lacks. Raises ValueError if it has other rules, or the
+        code of an arm that has trained has changed."""
         study = cls.register(folder, asdict(plan))
         for file in FILES[1:]:
             (folder / file).touch()
         for arm in arms:
             before = study.arms.get(arm.arm)
-            if before is None:
+            tried = [one for key, runs in study.trials.items() if key[0] == arm.arm for one in runs.values()]
+            repaired = bool(tried) and all(one.error and one.code != arm.code for one in tried)
+            if before is None or repaired:
                 study.add(ARMS, asdict(arm))
             elif before.code != arm.code:
                 raise ValueError(
                     f"the code that {arm.arm} trains with has changed since the study {study.name} began (commit "
-                    f"{before.commit}): go back to that commit, or name another study with --study"
+                    f"{before.commit}): go back to that commit, save the idea under another name, or name another "
+                    "study with --study"
                 )
         return study
 
@@ -239,6 +242,8 @@ class Comparison(Study):
         self.trials: dict[tuple[str, int, float | None], dict[int, TrialRecord]] = {}
         """(arm, rung, value of the tuned field) → seed → trial."""
         for trial in read_lines(self.folder / TRIALS, TrialRecord):
+            if trial.error and trial.code != self.arms.get(trial.recipe, trial).code:
+                continue  # its file has been repaired
             self.trials.setdefault((trial.recipe, trial.rung, trial.value), {}).setdefault(trial.seed, trial)
         speeds: list[SpeedRecord] = read_lines(self.folder / SPEEDS, SpeedRecord)
         self.speeds = {(one.recipe, one.rung): one for one in speeds}

@@ -211,11 +211,13 @@ class Worker:
         except (RuntimeError, ValueError) as error:
             if job.arm == plan.base:
                 raise
-            if OUTSIDE.search(str(error)):
+            said = " ".join(str(error).split())
+            if OUTSIDE.search(said):
                 self.lost.add((job.arm, job.rung))
-                self.log(f"rung {job.rung}, {job.arm}: {error}; the same command tries again")
+                self.log(f"rung {job.rung}, {job.arm}: {said}; the same command tries again")
                 return
-            self._keep(TrialRecord(job.arm, seed=job.seeds[0], error=str(error)[:300], **facts))
+            self._keep(TrialRecord(job.arm, seed=job.seeds[0], error=said[:300], **facts))
+            self.log(f"when {job.arm} is repaired, the same command trains it")
 
     def _check_machine(self, rung: int) -> None:
         """Raises ValueError if trials of the rung have another device, dtype or compilation: scores would differ."""
