@@ -21,6 +21,7 @@ from quern.lab.study import start_facts
 from quern.recipe import Recipe
 from quern.records import read_lines
 from quern.report.plots import log_ticks
+from quern.terminal import silent
 from tests.lab import test_scaling, test_sweep
 from tests.lab.sweep_worker import RECIPE
 from tests.lab.sweep_worker import FakeTrainer as SweepTrainer
@@ -186,6 +187,15 @@ def test_an_ideas_file_tells_the_newest_baseline_first_and_the_index_it_alone(tm
 def test_a_new_verdict_changes_nothing_else_of_a_file(before: str, after: str) -> None:
     assert with_verdict(before, "c") == after
     compile(after, "idea.py", "exec")
+
+
+def test_an_ideas_file_keeps_the_ends_of_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "experiments" / "records").mkdir(parents=True)
+    idea, _ = project(tmp_path / "experiments", "Title.\n\nVerdict: none yet.\n")
+    for end in ("\r\n", "\n"):
+        idea.write_bytes('"""Title.\n\nVerdict: none yet.\n"""\n'.replace("\n", end).encode())
+        assert run(LogOptions(folder=tmp_path), silent) == 0
+        assert idea.read_bytes() == '"""Title.\n\nVerdict: not yet measured.\n"""\n'.replace("\n", end).encode()
 
 
 def test_files_that_editors_make_are_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
         write_whole(options.folder / path, text)
         log(f"wrote {path}")
     for path, text in ideas.items():
-        write_whole(path, text)
+        line_end = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
+        write_whole(path, text.replace("\n", line_end))
         log(f"wrote the verdicts in {path}")
     return 0
 
