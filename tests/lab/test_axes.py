@@ -1,12 +1,14 @@
 """The measures of ideas: Witten-Bell n-grams against a plain dictionary implementation, and on what must not count;
 the ratio of two arms' speeds on a simulated machine with drift and disturbances, and of two real recipes."""
 
+import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,15 @@ import pytest
 from quern.data.loader import Batch, Loader
 from quern.data.packing import windows
 from quern.data.shards import Corpus
+from quern.flags.check_flags import DeviceOptions
 from quern.lab import axes
+from quern.lab.arms import Arm, Seeds
 from quern.lab.axes import LEAST_PAIRS, PARTS, _alternate, measure_speed, ngram_bits
+from quern.lab.ladder import command
+from quern.lab.options import CompareOptions
+from quern.lab.trainer import Trial
+from quern.recipe import TrainRecipe
+from quern.recipes.gpt import RECIPE
 from tests.lab.test_trainer import toy
 from tests.support.memory_corpus import memory_corpus
 from tests.support.toy_training import CPU
@@ -125,3 +134,27 @@ def test_a_deeper_model_is_slower_and_a_twin_is_not(
     same, slower = (measure_speed(flat, one, tmp_path, CPU) for one in (flat, deep))
     assert abs(math.log(same.ratio)) < 0.1 + 4 * same.error
     assert slower.ratio > 1.5
+
+
+def test_an_interrupt_while_speeds_are_measured_leaves_the_verdicts(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
+        flops = 1e12 * (arm.recipe.train.steps or 1)
+        for seed in seeds:
+            yield Trial(arm.name, 10, *seed, 10, flops, flops / 1e12, 2 - flops / 1e13 + math.sin(seed[0]) / 1e3)
+
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "in_process", lambda *given: train)
+    monkeypatch.setattr(command, "measure_speed", interrupted)
+    small = replace(RECIPE.text, vocab_size=300, val_megabytes=0.01)
+    recipe = replace(RECIPE, depth=1, data=str(text), text=small, train=TrainRecipe(steps=4, batch_tokens=512))
+    options = CompareOptions(
+        recipe, out=tmp_path, study="s", speeds=True, where=DeviceOptions(device="cpu", compile=False)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        command.run([Arm("base", recipe), Arm("idea", recipe)], options, [], "", lambda line: None)
+    (one,) = json.loads((tmp_path / "lab" / "s" / "verdicts.json").read_text(encoding="utf-8"))
+    assert (one["idea"], one["n"]) == ("idea", 3)

@@ -93,9 +93,9 @@ def run(
 
     together(options.workers, work)
     study.refresh()
+    write_verdicts(study)
     if options.speeds:
         _measure_speeds(study, by_name, options.out, select_attention(machine), log)
-    write_verdicts(study)
     for line in [*study_lines(study), *(calibration(study, min(options.rungs), answers) if answers else ())]:
         log(line)
     out = options.out_flag
