@@ -222,7 +222,7 @@ def test_a_study(tmp_path: Path) -> None:
     write_rows(folder / "arms.jsonl", arms)
     write_rows(folder / "trials.jsonl", [trial("gpt", 0, 1.25), trial("gpt", 1, 1.75), trial("idea", 0, None)])
     plan = {"base": "gpt", "delta": 0.002, "ladder": False}
-    (folder / "study.json").write_text(json.dumps(plan | {"rungs": {"0": {}, "1": {}}}))
+    (folder / "study.json").write_text(json.dumps(plan | {"rungs": {"0": {}, "1": {}}, "cells": [{}]}))
     verdicts = [{"idea": "idea", "axis": "steps", "n": 5, "mean": -0.1, "low": -0.2, "verdict": "worse"}, {}]
     verdicts += [{"interval": [-0.2, None]}, {"interval": 3}]
     (folder / "verdicts.json").write_text(json.dumps(verdicts))

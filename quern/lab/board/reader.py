@@ -227,8 +227,8 @@ class StudyRecords:
         return named.get(self._trials.path.name, "Ladder" if self.registered.get("ladder") else "Study")
 
     def tables(self) -> dict[str, Any]:
-        """The registered rules, and the verdicts as they were written."""
-        shown = {k: v for k, v in self.registered.items() if k not in ("recipe", "rungs", "plan")}
+        """The registered rules without what the page draws, and the verdicts as they were written."""
+        shown = {k: v for k, v in self.registered.items() if k not in ("recipe", "rungs", "plan", "cells")}
         verdicts = objects(self._verdicts.json([]))
         for row in verdicts:
             match row:
