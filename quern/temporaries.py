@@ -187,10 +187,11 @@ def plainly(error: BaseException) -> str:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Gives an OSError that names no file, such as the error of a full disk, this path."""
+    """Gives an OSError that names no file, such as the error of a full disk, or this path's temporary, the path."""
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.strerror is not None:
+        own = error.filename is None or f".{Path(path).name}.tmp-" in str(error.filename)
+        if own and error.strerror is not None:
             error.filename = str(path)
         raise

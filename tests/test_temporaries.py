@@ -119,3 +119,10 @@ def test_a_full_disk_is_named_by_the_folder_that_is_written(tmp_path: Path) -> N
     with pytest.raises(OSError, match="No space") as refused, alone_in(tmp_path, print):
         raise OSError(errno.ENOSPC, "No space left on device")  # as a write does, which names no file
     assert plainly(refused.value) == f"{tmp_path}: No space left on device: make room there, or choose another place"
+
+
+def test_an_error_names_the_file_that_was_asked_for_not_its_temporary(tmp_path: Path) -> None:
+    (tmp_path / "plan").mkdir()
+    with pytest.raises(OSError, match="Is a directory") as error:
+        write_whole(tmp_path / "plan", "x")
+    assert plainly(error.value).startswith(f"{tmp_path / 'plan'}: ")
