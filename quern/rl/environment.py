@@ -26,7 +26,7 @@ from quern.data.token_file import fingerprint as marks_of
 from quern.eval.task import Item, question, world_grade
 from quern.flags.recipe_file import read_object
 from quern.flags.recipe_flags import REWARDS_OF_FILES
-from quern.generate.sandbox import Limits, Program, Sandbox
+from quern.generate.sandbox import Limits, Program, Sandbox, SandboxError
 from quern.temporaries import sha256_of
 from quern.terminal import ascii_signs
 from quern.text.chat import validate
@@ -79,17 +79,16 @@ def is_held_out(item: Item) -> bool:
     return skills.bucket(item.question, HELD_OUT_SHARE) == 0
 
 
-MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
-"""The exceptions that a slip in a user's file raises."""
-
-
 @contextmanager
 def _own_code(environment: Environment, function: str) -> Iterator[None]:
     try:
         yield
-    except MISTAKES as error:
+    except SandboxError:
+        raise
+    except Exception as error:
         what = f"{function}() of environment '{environment.name}' fails with {type(error).__name__}: {error}"
-        raise ValueError(f"{what}; correct it and begin again, under a new --run if steps were taken") from error
+        again = "begin again, under a new --run if steps were taken; with the same file, --resume"
+        raise ValueError(f"{what}; correct it and {again}") from error
 
 
 def reward_of(environment: Environment, item: Item, reply: str) -> float:

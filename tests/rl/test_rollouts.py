@@ -157,6 +157,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"reward": lambda item, reply: -1e308}, r"gave the reward -1e\+308: give a number between ±1e.09"),  # its square
     ({"reward": lambda item, reply: "good"}, rf"reward\(\) {FAILS} ValueError: could not convert"),
     ({"reward": lambda item, reply: 1 / 0}, rf"reward\(\) {FAILS} ZeroDivisionError: division by zero"),
+    ({"reward": lambda item, reply: next(iter(()))}, rf"reward\(\) {FAILS} StopIteration: "),
+    ({"reward": lambda item, reply: re.match("(", reply)}, rf"reward\(\) {FAILS} error: missing \)"),
+    ({"reward": lambda item, reply: Path("none/here").read_text()}, rf"reward\(\) {FAILS} FileNotFoundError: "),
     ({"ask": lambda seed: 1 / 0}, rf"ask\(\) {FAILS} ZeroDivisionError: division by zero"),
     ({"ask": lambda seed: "What?"}, rf"ask\(\) {FAILS} AttributeError: 'str' object has no attribute 'messages'"),
     (
