@@ -43,7 +43,8 @@ class Rollout:
     reward: float  # minus the penalty for its length
     right: bool
     truncated: bool
-    weights: list[float] = field(default_factory=list)  # advantages
+    weights: list[float] = field(default_factory=list)  # advantages; in a batch what `_weighted` makes of them
+    reference: list[float] = field(default_factory=list)  # log-probabilities of the reference, if `kl` is above 0
 
     @property
     def span(self) -> slice:
@@ -119,7 +120,7 @@ class Rollouts:
             self._kept, self._round = self._collect(number, rank, ranks), number
         order = np.random.default_rng((self.seed, number)).permutation(self.settings.groups)
         rows = [one for one in self._kept if order[one.slot] % updates == part]
-        return self._batch(self._with_ratios(rows) if part else rows)
+        return self._batch(self._weighted(rows, later=part > 0))
 
     def refuse_unusable(self, environment: Environment) -> None:
         """Raises ValueError if an environment lacks questions of a split, or its questions do not fit the context."""
@@ -211,23 +212,23 @@ class Rollouts:
         if rows and (settings.kl or settings.updates > 1):
             before = self.logprobs(rows)
             rows = [replace(one, logprobs=values.tolist()) for one, values in zip(rows, before, strict=True)]
-        return self._with_divergence(rows) if settings.kl and rows else rows
+        if rows and settings.kl:
+            first = self.logprobs(rows, self.reference)
+            rows = [replace(one, reference=values.tolist()) for one, values in zip(rows, first, strict=True)]
+        return rows
 
-    def _with_divergence(self, rows: Sequence[Rollout]) -> list[Rollout]:
-        """Adds the gradient of the divergence from the reference (`divergence`) to the weights."""
-        found = []
-        for one, reference in zip(rows, self.logprobs(rows, self.reference), strict=True):
-            values = np.array(one.logprobs, dtype=np.float32)
-            pull = self.settings.kl * np.expm1(reference - values)  # minus the derivative of k3 by log p
-            found.append(replace(one, weights=(np.array(one.weights) + pull).tolist()))
-        return found
-
-    def _with_ratios(self, rows: Sequence[Rollout]) -> list[Rollout]:
-        found = []
-        for one, values in zip(rows, self.logprobs(rows) if rows else [], strict=True):
-            before, weights = np.array(one.logprobs), np.array(one.weights)
-            new = clipped_ratios(values, before, weights, self.settings.clip_low, self.settings.clip_high)
-            found.append(replace(one, weights=new.tolist()))
+    def _weighted(self, rows: Sequence[Rollout], later: bool) -> list[Rollout]:
+        """The rows with their weights in this update: advantages, in a later update of the round with the clipped
+        ratios, plus the pull: minus the derivative of `divergence` by the present model's log p, never clipped."""
+        settings, found = self.settings, []
+        present = self.logprobs(rows) if later and rows else [np.array(one.logprobs) for one in rows]
+        for one, values in zip(rows, present, strict=True):
+            weights = np.array(one.weights)
+            if later:
+                weights = clipped_ratios(values, np.array(one.logprobs), weights, settings.clip_low, settings.clip_high)
+            if settings.kl:
+                weights = weights + settings.kl * np.expm1(np.array(one.reference) - values)
+            found.append(replace(one, weights=weights.tolist()))
         return found
 
     def _batch(self, rows: Sequence[Rollout]) -> Batch:

@@ -102,9 +102,12 @@ def test_the_steps_of_a_round_share_its_replies() -> None:
     assert first and second and sorted(first + second) == sorted(whole.batch(0).targets.tolist())
 
 
-def test_a_later_step_of_a_round_weighs_tokens_by_their_clipped_ratios() -> None:
-    state, settings = rl_state(alone()), replace(SETTINGS, updates=2)
-    rollouts = rollouts_of(state, settings)
+@pytest.mark.parametrize("kl", [0.0, 2.0])
+def test_a_later_step_of_a_round_weighs_tokens_by_their_clipped_ratios(kl: float) -> None:
+    """And pulls to the reference as the model of this step asks: as clipped are the advantages alone."""
+    state, settings = rl_state(alone()), replace(SETTINGS, updates=2, kl=kl)
+    reference = rl_state(alone()).model  # equal: in the round's first step nothing pulls
+    rollouts = rollouts_of(state, settings, reference=reference)
     rollouts.batch(0)
     with torch.no_grad():
         for parameter in state.model.parameters():
@@ -119,6 +122,7 @@ def test_a_later_step_of_a_round_weighs_tokens_by_their_clipped_ratios() -> None
         [now] = rollouts.logprobs([one])
         before, advantage = np.array(one.logprobs), np.array(one.weights)
         expected = rl.clipped_ratios(now, before, advantage, settings.clip_low, settings.clip_high)
+        expected = expected + kl * (np.exp(before - now) - 1)
         assert batch.weight[row][one.span] == pytest.approx(expected, abs=1e-4)
         changed += int((np.abs(expected - advantage) > 0.01).sum())
     assert changed
