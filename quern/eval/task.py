@@ -59,7 +59,9 @@ class Item:
 def question(
     text: str, answer: str, choices: tuple[str, ...] | None = None, kind: str = "questions", chance: float = 0.0
 ) -> Item:
-    """An item with a single user message."""
+    """An item with a single user message. Raises ValueError for one that is no text, or empty."""
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("the question is no text, or empty")
     return Item(kind, [{"role": "user", "content": text}], answer, choices, chance)
 
 

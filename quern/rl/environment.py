@@ -209,9 +209,15 @@ def _programs(name: str, folder: Path | None) -> Environment:
         name,
         path,
         ("prompt", "check"),
-        lambda row: question(str(row["prompt"]), str(row["check"]), kind=name),
+        _exercise,
         lambda item, reply: open_sandbox(1, LIMITS).run([Program(program_in(reply), item.answer)])[0].passed,
     )
+
+
+def _exercise(row: Any) -> Item:
+    if not isinstance(row["check"], str) or not row["check"].strip():
+        raise ValueError("the check is no text, or empty: every program would pass")
+    return question(row["prompt"], row["check"], kind="programs")
 
 
 def program_in(reply: str) -> str:

@@ -124,6 +124,7 @@ def test_files_are_found_and_missing_ones_are_named(folder: Path, tmp_path: Path
         ("arc_easy", {**ARC, "answerKey": "C"}, "answerKey 'C' is none of its labels, 1, 2"),
         ("gsm8k", {"question": "q", "answer": "#### seven"}, "no number after ####"),
         ("gsm8k", {"question": "q", "answer": "12"}, "no number after ####"),
+        ("gsm8k", {"question": None, "answer": "#### 7"}, "the question is no text, or empty"),
         ("gsm8k", {"question": "q"}, "the key 'answer' is missing"),
         ("humaneval", {**CODE, "entry_point": "a b"}, "its entry_point no name"),
         ("humaneval", {"prompt": "def f():"}, "the key 'canonical_solution' is missing"),

@@ -62,6 +62,12 @@ def test_the_program_of_a_reply(reply: str, program: str) -> None:
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="reads programs.jsonl: name its folder with --rl.data, .* none"):
         load_environment("programs", tmp_path)
-    write_rows(tmp_path / FILE, [{"prompt": "a"}])
-    with pytest.raises(ValueError, match="line 1: no row of programs: the key 'check' is missing"):
-        load_environment("programs", tmp_path)
+    for row, reason in (
+        ({"prompt": "a"}, "the key 'check' is missing"),
+        ({"prompt": None, "check": "assert program.a()"}, "the question is no text, or empty"),
+        ({"prompt": "a", "check": None}, "the check is no text, or empty"),  # "None" would pass
+        ({"prompt": "a", "check": " "}, "the check is no text, or empty"),
+    ):
+        write_rows(tmp_path / FILE, [row])
+        with pytest.raises(ValueError, match=f"line 1: no row of programs: {reason}"):
+            load_environment("programs", tmp_path)
