@@ -1,6 +1,8 @@
 """The chat page keeps conversations over a reload, their titles, search, files, and the branches of a tree."""
 
+import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +309,13 @@ def test_a_reply_that_another_tab_writes_is_shown_and_kept_once_it_has_ended(pag
     page.ask("mine too")
     page.reopen()
     assert page.said() == ["theirs", "their reply", "mine", "fine", "mine too", "fine"]
+
+
+def test_all_of_a_conversation_is_printed(page: Page) -> None:
+    for _ in range(2):
+        page.ask("Go on.", "The miller grinds.\n\n" * 22)
+    printed = base64.b64decode(page.chrome.send("Page.printToPDF")["data"])
+    assert len(re.findall(rb"/Type /Page\b", printed)) > 1
 
 
 def test_a_reply_that_the_browser_cannot_keep_is_shown(page: Page) -> None:
