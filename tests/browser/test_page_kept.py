@@ -318,6 +318,16 @@ def test_all_of_a_conversation_is_printed(page: Page) -> None:
     assert len(re.findall(rb"/Type /Page\b", printed)) > 1
 
 
+def test_what_another_tab_sets_holds_here_too(page: Page) -> None:
+    other = {"temperature": 0.2, "theme": "dark"}
+    page.run("document.body.append(document.createElement('iframe'))")  # like a tab, it has a window of its own
+    page.run(f"document.querySelector('iframe').contentWindow.localStorage['quern-settings'] = '{json.dumps(other)}'")
+    page.wait("document.documentElement.dataset.theme === 'dark'")
+    page.set("top_k", "7")
+    assert json.loads(page.run("localStorage['quern-settings']")) == {**other, "top_k": 7}
+    assert page.run("document.getElementById('set-temperature').value") == "0.2"
+
+
 def test_a_reply_that_the_browser_cannot_keep_is_shown(page: Page) -> None:
     page.run("IDBObjectStore.prototype.put = function () { throw new DOMException('The disk is full') }")
     page.ask("first")

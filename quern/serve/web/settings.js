@@ -35,6 +35,8 @@ let kept = {}; // what the user had changed before
 
 /** Reads what was kept; whatever is not a value of this table is dropped. */
 export function load() {
+  Object.assign(settings, DEFAULTS, { key: settings.key });
+  kept = {};
   try {
     settings.key = sessionStorage.getItem(KEY) ?? "";
     kept = JSON.parse(localStorage.getItem(KEPT)) ?? {};
@@ -164,6 +166,8 @@ export function build() {
     keep();
     fill();
   });
+  // What another tab keeps holds here, too; a link that is opened in this tab brings its key.
+  for (const event of ["storage", "hashchange"]) window.addEventListener(event, () => { load(); fill(); });
   fill();
 }
 
