@@ -1,5 +1,6 @@
 """The chat page in a real browser, on a real server: sending, streaming, stopping, Markdown, calls, settings, keys."""
 
+import hashlib
 import re
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from quern.generate.reply import Delta
 from quern.generate.sampling import GREEDY
 from quern.serve.access import Keys
 from quern.serve.gate import Gate
+from quern.serve.routes import Welcome
 from quern.serve.server import LOOPBACK, create_app
 from quern.text.chat import render_prompt
 from tests.browser.chrome import Chrome
@@ -352,25 +354,30 @@ def test_suggestions_begin_a_conversation(page: Page) -> None:
 
 
 def test_a_server_with_keys_asks_for_one(browser: Chrome) -> None:
-    import hashlib
-
     engine = make_parrot()
     keys = Keys({hashlib.sha256(b"secret").digest(): "alice"})
-    with running(create_app({"parrot": engine}, Gate(LOOPBACK, keys))) as url:
+    with running(create_app({"parrot": engine}, Gate(LOOPBACK, keys), welcome=Welcome([], "text"))) as url:
         page = Page(browser, url, engine)
         browser.open(url)
         page.wait("document.getElementById('settings').open && !document.getElementById('problem').hidden")
         assert page.run("document.activeElement.id") == "set-key"
-        browser.type("secret")
+        browser.type("secret\u200b")  # pasted with a character that no header may have
         page.run("document.getElementById('settings').close()")
+        page.wait("document.body.dataset.mode === 'text' && document.getElementById('problem').hidden")
         page.ask("hello")
         assert page.said() == ["hello", "fine"]
         assert "secret" not in page.run("JSON.stringify(localStorage)")
         page.run("sessionStorage.clear()")
-        browser.open("about:blank")
-        browser.open(f"{url}/#key=secret")  # the link that `quern serve --lan` prints
-        page.wait("document.getElementById('model').value === 'parrot'")
-        assert page.run("location.href") == f"{url}/" and not page.run("document.getElementById('settings').open")
+        browser.open(url)
+        page.wait("document.getElementById('settings').open")
+        for blank in (False, True):  # in the same tab, the page is not loaded again
+            if blank:
+                browser.open("about:blank")
+            browser.open(f"{url}/#key=secret")  # the link that `quern serve --lan` prints
+            page.wait(
+                "document.getElementById('model').value === 'parrot' && document.getElementById('problem').hidden"
+            )
+            assert page.run("location.href") == f"{url}/" and not page.run("document.getElementById('settings').open")
     assert {problem.split(":")[0] for problem in browser.problems} == {"Failed to load resource"}  # the 401
     browser.problems.clear()
 

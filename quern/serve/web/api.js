@@ -14,7 +14,7 @@ export class ApiError extends Error {
 }
 
 function headers() {
-  const key = settings.key.trim();
+  const key = settings.key.replace(/[^\x20-\xff]/g, "").trim(); // fetch takes no other characters, as a pasted U+200B
   return { "Content-Type": "application/json", ...(key === "" ? {} : { Authorization: `Bearer ${key}` }) };
 }
 

@@ -21,6 +21,7 @@ let reply = null; // the reply that is being written
 let branching = false; // the tokens that a reply will begin with are being asked for
 let frame = 0;
 let context = 0;
+let keyTried = null; // the API key with which the server was asked last
 let modeChosen = false; // by the user, before the server said which one it would take
 let welcome = { suggestions: [], mode: "chat", sampling: {} };
 
@@ -310,6 +311,7 @@ const sidebar = new Sidebar({
 // The server ---------------------------------------------------------------------------------------------------
 
 async function discover() {
+  keyTried = settingsOf.settings.key;
   const [found, begun] = await Promise.all([api.models(), api.welcome()]);
   welcome = begun;
   settingsOf.begin(welcome.sampling);
@@ -320,7 +322,15 @@ async function discover() {
   select.onchange = () => { context = Number(select.selectedOptions[0].dataset.context); drawFill(); };
   if (current.leaf === null && !modeChosen) current.mode = welcome.mode;
   ui.suggest(welcome.suggestions, (text) => { send(text); byId("input").focus(); });
+  ui.problem(null);
   draw();
+}
+
+const meet = () => discover().catch((error) => ui.problem(explain(error)));
+
+/** Asks again with a new key, where the server has not told its models. */
+function meetWithKey() {
+  if (byId("model").value === "" && settingsOf.settings.key !== keyTried) meet();
 }
 
 // Begin --------------------------------------------------------------------------------------------------------
@@ -364,7 +374,9 @@ async function main() {
   draw();
   tabs?.addEventListener("message", takeOver);
   document.body.dataset.ready = newId();
-  await discover().catch((error) => ui.problem(explain(error)));
+  byId("settings").addEventListener("close", meetWithKey);
+  window.addEventListener("hashchange", () => { byId("settings").close(); meetWithKey(); });
+  await meet();
 }
 
 main();
