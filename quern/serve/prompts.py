@@ -188,7 +188,10 @@ def calls_of(grammars: Grammars, tools: Sequence[Tool], choice: ToolChoice | Non
 
 def _chat_tokens(tokenizer: Tokenizer, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
     with _refused_as("messages"):
-        return render_prompt(tokenizer, turns(messages, tools))
+        try:
+            return render_prompt(tokenizer, turns(messages, tools))
+        except RecursionError:
+            raise invalid("tools" if tools else "messages", "nested too deep") from None
 
 
 def turns(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[Message]:

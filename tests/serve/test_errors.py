@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import time
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ def called(arguments: str) -> dict[str, Any]:
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 CLOCK, WRONG = function("clock"), {"type": "strin"}
+DEEP = reduce(lambda inner, _: {"properties": {"a": inner}}, range(250), WRONG)
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 FORM = {"type": "json_schema", "name": "n", "schema": WRONG}
 ITEM = {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"}
@@ -87,6 +89,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"tools": [CLOCK], "tool_choice": "required", "max_tokens": 5}, "ends within 4 tokens", "tools"),
         ({"tools": [CLOCK], "tool_choice": function("mill")}, "'mill' is none of the tools: clock", "tool_choice"),
         ({"tools": [function("f", parameters=WRONG)]}, "Invalid type: strin", "tools[0].function.parameters"),
+        ({"tools": [function("f", parameters=DEEP)]}, "nested too deep", "tools"),
         ({"tool_choice": "required"}, "there are no tools", "tool_choice"),
     ],
     TEXT: [
