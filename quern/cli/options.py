@@ -331,8 +331,8 @@ class ServeOptions(_ModelOptions):
     lan: bool = False
     """Serve the devices of this network, such as a phone: listen on every address, ask for a key, and print a link with
     both and its QR code. The key is made for this start; with --keys, those of the file are asked for."""
-    host: str = "127.0.0.1"
-    """The address to listen on. Other hosts can connect to any address but loopback: ask for --keys then."""
+    host: str = ""
+    """The address to listen on. Default: 127.0.0.1. Other hosts can connect to any but loopback: ask for --keys."""
     allowed_hosts: tuple[str, ...] = ()
     """Further host names for which to answer, such as chat.example.org. Known are IP addresses, localhost, --host and
     this machine's name; "*" is any name, which lets web pages reach the server by DNS rebinding."""
@@ -368,9 +368,9 @@ class ServeOptions(_ModelOptions):
     """The file of the certificate's private key (PEM). Default: HTTP."""
 
     def __post_init__(self) -> None:
-        if self.lan and (self.host, self.replicas) != ("127.0.0.1", 1):
+        if self.lan and (self.host or self.replicas > 1):
             raise ValueError("--lan listens on every address with one process: leave --host and --replicas out")
-        self.host = "0.0.0.0" if self.lan else self.host
+        self.host = self.host or ("0.0.0.0" if self.lan else "127.0.0.1")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("HTTPS needs both files: give --tls-cert and --tls-key")
         for flag, names, form, example in (

@@ -224,6 +224,7 @@ run --ranks 4 --tp 3 → quern run: --tp 3 does not divide 4 ranks: use one of \
 run --ranks 2 --train.batch-tokens 10 → train.batch-tokens must be a multiple of model.context
 run --nodes 2 --ranks 2 → --nodes 2 needs --rendezvous host:port, the same on every node
 serve --tls-cert /etc/hosts --tls-key /etc/hosts → ^quern serve: --tls-cert and --tls-key are no certificate and its key
+serve --lan --host 127.0.0.1 → --lan listens on every address with one process: leave --host and --replicas out$
 serve --cors https://a.org/ → ^quern serve: --cors takes origins, as https://example.org, not 'https://a.org/'$
 serve --trusted-proxy home → ^quern serve: --trusted-proxy: 'home' .* give an address or a network
 serve --allowed-hosts a.org:80 → --allowed-hosts takes host names without a port, as example.org, not 'a.org:80'$
