@@ -323,7 +323,8 @@ def verb_serve(verb: str, rest: Arguments) -> int:
         one.require_trained(options.stage)
     if options.replicas > 1 and here is None:
         again, machine = [sys.executable, "-m", "quern.cli.main", verb, *rest], options.where.machine(log=log)
-        replicas.run(again, options.replicas, options.host, options.port, machine, log)
+        scheme = "https" if options.tls else "http"
+        replicas.run(again, options.replicas, scheme, options.host, options.port, machine, log)
         return 0
     machine, kept = options.where.machine(here and here.threads, log=log), options.prefix_megabytes
     sources = {f"quern-{one.run}": server.Source(one, options.stage, machine, kept) for one in run_dirs}

@@ -71,10 +71,13 @@ class Replica:
             self.process.kill()
 
 
-def run(command: Sequence[str], count: int, host: str, port: int, machine: Machine, log: Callable[[str], None]) -> None:
+def run(
+    command: Sequence[str], count: int, scheme: str, host: str, port: int, machine: Machine, log: Callable[[str], None]
+) -> None:
     """Runs replicas until a signal; SIGTERM and SIGINT let the replies that have begun end.
 
     command: starts a replica, which `join`s. Each has a port of its own, `port` + 1 + its number, and on GPUs a GPU.
+    scheme: http or https.
 
     Raises OSError for a taken port, RuntimeError for a replica that did not start, ValueError for too few GPUs and
     without Linux.
@@ -105,7 +108,7 @@ def run(command: Sequence[str], count: int, host: str, port: int, machine: Machi
                 while not all(one.ready for one in replicas):
                     time.sleep(LOOK_SECONDS)
                     look()
-            log(f"serving with {count} replicas at {address(host, shared)}")
+            log(f"serving with {count} replicas at {scheme}://{address(host, shared)}")
             with ended_by_signals(lambda *_: stopping.set()):
                 while not stopping.wait(LOOK_SECONDS):
                     look()

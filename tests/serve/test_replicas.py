@@ -166,11 +166,25 @@ def test_sigterm_lets_the_streams_of_both_end(served: Served) -> None:
 
 def test_a_replica_that_ends_before_it_is_ready_stops_the_start() -> None:
     with pytest.raises(RuntimeError, match=r"replica \d did not start: it ended with code 3"):
-        replicas.run([sys.executable, "-S", "-c", "raise SystemExit(3)"], 2, "127.0.0.1", 0, FP32, print)
+        replicas.run([sys.executable, "-S", "-c", "raise SystemExit(3)"], 2, "http", "127.0.0.1", 0, FP32, print)
+
+
+def test_the_address_of_replicas_with_https_opens_in_a_browser() -> None:
+    script = "import os, socket; link = socket.socket(fileno=int(os.environ['QUERN_REPLICA'].split()[-1]))"
+    command, lines = [sys.executable, "-S", "-c", f"{script}; link.send(b'.'); link.recv(1)"], list[str]()
+
+    def log(line: str) -> None:
+        lines.append(line)
+        if "serving" in line:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        replicas.run(command, 2, "https", "127.0.0.1", 0, FP32, log)
+    assert re.fullmatch(r"serving with 2 replicas at https://127\.0\.0\.1:\d+", lines[-1])
 
 
 def test_a_port_of_one_replica_that_is_taken_is_named() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"127\.0\.0\.1:({port}|{port - 1}) .*: choose another --port"):
-            replicas.run([], 2, "127.0.0.1", port - 2, FP32, print)
+            replicas.run([], 2, "http", "127.0.0.1", port - 2, FP32, print)

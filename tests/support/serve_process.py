@@ -40,7 +40,7 @@ class Served:
 
     def wait_for_port(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not (found := re.search(r"^serving .* at (?:http://)?127\.0\.0\.1:(\d+)$", self.log(), re.MULTILINE)):
+        while not (found := re.search(r"^serving .* at http://127\.0\.0\.1:(\d+)$", self.log(), re.MULTILINE)):
             assert self.process.poll() is None and time.monotonic() < deadline, f"it did not start: {self.log()}"
             time.sleep(0.05)
         self.port = int(found[1])
