@@ -311,6 +311,24 @@ def test_a_reply_that_another_tab_writes_is_shown_and_kept_once_it_has_ended(pag
     assert page.said() == ["theirs", "their reply", "mine", "fine", "mine too", "fine"]
 
 
+def test_a_file_that_is_too_large_for_the_storage_says_so(page: Page, tmp_path: Path) -> None:
+    """What there was room for is in the list, and is kept. A browser's own error has no message."""
+    page.ask("first")
+    data = exported(page, "#export")
+    full = "if (++puts > 2) throw new DOMException('', 'QuotaExceededError'); return put.apply(this, values)"
+    proto = "IDBObjectStore.prototype"
+    page.run(
+        f"(() => {{ let puts = 0; const {{ put }} = {proto}; {proto}.put = function (...values) {{ {full} }} }})()"
+    )
+    import_file(page, tmp_path / "large.json", json.dumps({**data, "conversations": [*data["conversations"]] * 4}))
+    assert "storage for this page is full: export" in page.problem()
+    there = titles(page)
+    page.ask("more")
+    assert "could not keep the conversation: The storage" in page.texts("#toast")[0]
+    page.open(fresh=False)
+    assert titles(page) == there == ["first"] * 2
+
+
 def test_all_of_a_conversation_is_printed(page: Page) -> None:
     for _ in range(2):
         page.ask("Go on.", "The miller grinds.\n\n" * 22)

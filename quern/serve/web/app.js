@@ -282,14 +282,14 @@ async function remove(conversation) {
   tabs?.postMessage(conversation.id);
   if (current === conversation) start();
   else sidebar.draw(conversations.values(), current.id);
-  toast("Deleted.", "Undo", () => bringIn(packed));
+  toast("Deleted.", "Undo", () => bringIn(packed).catch(unkept));
 }
 
 async function bringIn(text) {
   const found = unpack(text);
   for (const { conversation, tokens } of found) {
-    conversations.set(conversation.id, conversation);
     await store.save(conversation);
+    conversations.set(conversation.id, conversation);
     for (const [node, list] of tokens) await store.saveTokens(conversation.id, node, list);
     tabs?.postMessage(conversation.id);
   }
@@ -355,6 +355,7 @@ async function main() {
         toast(count === 1 ? "Imported a conversation." : `Imported ${count} conversations.`);
       } catch (error) {
         ui.problem(error.message);
+        sidebar.draw(conversations.values(), current.id); // what there was room for
       }
     },
     measured: async (again) => {

@@ -24,14 +24,18 @@ export async function open() {
 }
 
 /** Runs `work` on an object store in one transaction; resolves to its request's result once it is on disk. */
-function run(name, mode, work) {
-  return new Promise((resolve, reject) => {
-    const transaction = opened.transaction(name, mode);
-    const request = work(transaction.objectStore(name));
-    transaction.oncomplete = () => resolve(request.result);
-    transaction.onerror = () => reject(transaction.error);
-    transaction.onabort = () => reject(transaction.error);
-  });
+async function run(name, mode, work) {
+  try {
+    return await new Promise((resolve, reject) => {
+      const transaction = opened.transaction(name, mode);
+      const request = work(transaction.objectStore(name));
+      transaction.oncomplete = () => resolve(request.result);
+      transaction.onabort = () => reject(transaction.error); // also after any error
+    });
+  } catch (error) {
+    if (error.name !== "QuotaExceededError") throw error; // Chromium's has no message
+    throw new Error("The storage for this page is full: export conversations, then delete some.");
+  }
 }
 
 const tokensKey = (conversation, node) => `${conversation}/${node}`;
