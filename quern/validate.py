@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from glob import glob
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_origin
 
@@ -39,6 +40,18 @@ OF_DATA = {"include": "data.include", "exclude": "data.exclude"}
 def flag(name: str) -> str:
     """train.log_every → train.log-every, the spelling on the command line."""
     return OF_DATA.get(name, name.replace("_", "-"))
+
+
+def data_paths(data: str) -> list[Path] | None:
+    """The files and folders that `--data` names: one in each line, or a pattern such as texts/*.txt. None if a line
+    names no file and no folder, as a public data set."""
+    found: list[Path] = []
+    for name in data.split("\n"):
+        matching = [Path(name)] if Path(name).exists() else sorted(map(Path, glob(name, recursive=True)))
+        if not matching:
+            return None
+        found += matching
+    return found
 
 
 def refuse_missing(name: str, path: str | Path | None) -> None:

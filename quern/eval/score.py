@@ -85,8 +85,8 @@ def wilson(correct: int, count: int) -> tuple[float, float]:
 def interval(
     value: float, error: float, least: float = -math.inf, most: float = math.inf
 ) -> tuple[float, float] | tuple[None, None]:
-    """The 95% interval (low, high) of a value from `least` to `most` with a standard error. An error of 0 has none:
-    equal scores of all questions, such as 0, say nothing about the spread."""
+    """Returns the 95% interval (low, high) of a value with a standard error, cut off at `least` and `most`. An error of
+    0 has no interval: where all questions have the same score, nothing is known about the spread."""
     ends = max(least, value - CONFIDENT * error), min(most, value + CONFIDENT * error)
     return ends if error else (None, None)
 

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import cached_property, partial
-from glob import glob
 from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from quern.flags import check_flags
 from quern.recipe import FOR_FINE_TUNING, Recipe
 from quern.resolve import resolve
-from quern.validate import OF_DATA, flag, is_set, refuse_missing, why_unused
+from quern.validate import OF_DATA, data_paths, flag, is_set, refuse_missing, why_unused
 
 FIELDS_OF_DATA = {own: field for field, own in OF_DATA.items()}
 ALL = ""
@@ -209,9 +208,7 @@ def _idle(recipe: Recipe, tokens: bool, begun: bool) -> Iterator[tuple[str, str]
     if is_tinyworld or tokens:
         of_files = "text.column text.separator text.encoding include exclude"
         yield of_files, "is for files of text in a --data of your own: leave it out"
-    there = [
-        Path(one) for name in data.split("\n") for one in (name, *glob(name, recursive=True)) if Path(one).exists()
-    ]
+    there = data_paths(data)
     if data.startswith("hf:") or there and not any(map(Path.is_dir, there)):
         yield "include exclude", "chooses files in a folder, and --data names none: name the folder, or leave it out"
     if tokens or begun or recipe.text.tokenizer is not None:
@@ -219,7 +216,7 @@ def _idle(recipe: Recipe, tokens: bool, begun: bool) -> Iterator[tuple[str, str]
         yield "text.vocab_size text.digits text.tokenizer_megabytes", trained
     if not data.startswith("hf:"):
         yield "text.split", "is the split of a data set of the Hugging Face Hub (--data hf:OWNER/NAME): leave it out"
-    if recipe.shards and (is_tinyworld or "\n" in data or Path(data).exists() or glob(data)):
+    if recipe.shards and (is_tinyworld or "\n" in data or there):
         yield "shards", "is the number of files of a public data set, and --data is none: leave it out"
     if is_tinyworld:
         yield "val", "is for a --data of your own: the built-in world makes its own validation text"

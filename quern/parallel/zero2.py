@@ -235,8 +235,8 @@ class Zero2:
         """Restores this rank's part of whole logical tensors, bit for bit, and sets the parameters from the masters.
 
         Held gradients of another number of replicas are summed. weights_alone: takes the masters, drops held gradients,
-        and begins the other state anew. Every rank calls this. For a tensor that is missing, unknown or of another
-        shape, all of them raise ValueError and change nothing.
+        and begins the other state anew. Every rank calls this. All ranks raise ValueError, and change nothing, if a
+        tensor is missing, unknown or of another shape.
         """
         kinds = "master." if weights_alone else ""
         held = [(bucket.held, bucket.held_steps) for bucket in self.buckets]

@@ -26,7 +26,7 @@ from quern.temporaries import alone_in, sha256_of, whole_file, write_whole
 from quern.terminal import Meter, silent
 from quern.text import downloads, repositories
 from quern.text.repositories import PREFIX, DataSet, HubName, Repository, data_set
-from quern.text.sources import data_paths
+from quern.validate import data_paths
 
 LISTING = "listing.json"
 FOR_DATA = ("documents", "tokens")

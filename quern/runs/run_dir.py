@@ -119,7 +119,8 @@ class RunDir:
     def exports(self) -> bool:
         """Whether `quern grug export` takes the run's JAX model: the `gpt` recipe's, with no base model of PyTorch."""
         recipe = self.stage("grug") / "recipe.json"  # an imported model has none
-        own = recipe.exists() and '"make_model": "quern.' not in recipe.read_text(encoding="utf-8")
+        make = read_json(recipe, dict[str, Any]).get("make_model") if recipe.exists() else None
+        own = make is not None and not str(make).startswith("quern.")
         return self.has_trained("grug") and not own and not (self.stage("pretrain") / "origin.json").exists()
 
     def require_trained(self, stage: str | None) -> list[str]:

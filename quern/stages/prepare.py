@@ -32,9 +32,10 @@ from quern.text.clean.steps import Cleaned, read_records, recorded
 from quern.text.documents import read, warning_of
 from quern.text.readers import UTF8, format_of, text_megabytes
 from quern.text.repositories import TRAIN, local_copy
-from quern.text.sources import AS_TEXT, DOCUMENTS, content_fingerprint, data_paths, list_source
+from quern.text.sources import AS_TEXT, DOCUMENTS, content_fingerprint, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report
+from quern.validate import data_paths
 
 HOLD_OUT_VERSION = "2"  # version of `hold_out`: another one means other splits of the same text
 EVERY = 20

@@ -28,8 +28,9 @@ from quern.temporaries import naming
 from quern.terminal import Meter, counted
 from quern.text import repositories
 from quern.text.readers import FORMATS, format_of
-from quern.text.sources import Listing, data_paths, list_source
+from quern.text.sources import Listing, list_source
 from quern.text.tokenizer import Tokenizer
+from quern.validate import data_paths
 
 HELD_OUT_EVERY = 20
 SAMPLED_DOCUMENTS = 50

@@ -13,7 +13,6 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
-from glob import glob
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -42,6 +41,7 @@ OTHER_PROMPTS = "api_compatible_gauntlet"
 """A folder of LLM Foundry whose files have the names of others and other rows."""
 KINDS_SHOWN = 8
 NO_ENDING = "without an ending"
+CLOSED, BROKEN = "without permission", "broken link"
 MARKITDOWN = f"papers, books and pages need the extra `documents`: {install('documents')}"
 Where = str | Path | Sequence[Path]
 """A source."""
@@ -82,18 +82,6 @@ class Listing(NamedTuple):
         if self.ignored:
             lines.append(f"{what}: ignoring {_counts(self.ignored)}{_needs(self.ignored)}")
         return lines
-
-
-def data_paths(data: str) -> list[Path] | None:
-    """The files and folders that `--data` names: one in each line, or a pattern such as texts/*.txt. None if a line
-    names no file and no folder, as a public data set."""
-    found: list[Path] = []
-    for name in data.split("\n"):
-        matching = [Path(name)] if Path(name).exists() else sorted(map(Path, glob(name, recursive=True)))
-        if not matching:
-            return None
-        found += matching
-    return found
 
 
 def list_source(
@@ -233,7 +221,7 @@ def _walk(root: Path, apart: Path | None) -> Iterator[Entry]:
             closed = path != root and isinstance(error, PermissionError)  # such as lost+found
             if not closed and not path.is_symlink():
                 raise
-            yield Entry(path, 0, "without permission" if closed else "broken link")
+            yield Entry(path, 0, CLOSED if closed else BROKEN)
             continue
         seen.add(_identity(info))
         if inside is not None:
@@ -262,8 +250,9 @@ def _counts(entries: Iterable[Entry]) -> str:
     ranked = sorted(kinds.items(), key=lambda item: -sum(entry.size for entry in item[1]))
     shown = list[str]()
     for kind, members in ranked[:KINDS_SHOWN]:
-        name = members[0].path.name if len(members) == 1 else f"{len(members):,} {kind}"
-        shown.append(f"{name} ({human_size(sum(entry.size for entry in members))})")
+        alone, size = len(members) == 1, human_size(sum(entry.size for entry in members))
+        name = members[0].path.name if alone else f"{len(members):,} {kind}"
+        shown.append(f"{name} ({kind if alone and kind in (CLOSED, BROKEN) else size})")
     more = sum(len(members) for _, members in ranked[KINDS_SHOWN:])
     return ", ".join([*shown, f"{more:,} more"] if more else shown)
 

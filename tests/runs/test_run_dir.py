@@ -22,10 +22,10 @@ from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.stages import sft
 from quern.stages.session import Session
-from quern.text.sources import data_paths
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.manifest import CheckpointError
+from quern.validate import data_paths
 from tests.support.models import CPU
 
 

@@ -18,7 +18,8 @@ from quern.runs.public_data import with_local_data
 from quern.text import sources
 from quern.text.documents import warning_of
 from quern.text.readers import recognized
-from quern.text.sources import DOCUMENTS, Entry, content_fingerprint, data_paths, files, list_source, list_talks
+from quern.text.sources import DOCUMENTS, Entry, content_fingerprint, files, list_source, list_talks
+from quern.validate import data_paths
 from tests.support.hub_server import hub_server
 from tests.support.rows import write_rows
 from tests.support.small_text import read_source as read
@@ -43,7 +44,7 @@ def test_markdown_is_read_and_what_is_not_is_counted(tmp_path: Path) -> None:
     assert len(listing.files) == 51 and len(list(read(tmp_path, log=print))) == 52  # with the Makefile
     assert listing.lines("text") == [
         "text: reading 50 .md (1.5 kB), one.txt (5 B)",
-        "text: ignoring stray.bin (2.5 kB), 2 .pdf (8 B), Makefile (4 B), t.tar.gz (4 B), gone.txt (0 B), "
+        "text: ignoring stray.bin (2.5 kB), 2 .pdf (8 B), Makefile (4 B), t.tar.gz (4 B), gone.txt (broken link), "
         "half.parquet.part (0 B)",
     ]
 
@@ -60,7 +61,7 @@ def test_a_folder_without_permission_is_ignored_and_told(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("os.scandir", refused)
     closed = "lost+found"
-    told = ["text: reading one.txt (5 B)", "text: ignoring lost+found (0 B)"]
+    told = ["text: reading one.txt (5 B)", "text: ignoring lost+found (without permission)"]
     assert list_source(tmp_path).lines("text") == told
     closed = str(tmp_path)
     with pytest.raises(PermissionError):
