@@ -76,8 +76,7 @@ def _content_hash(content: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
 
 
-# `.old-` exists only between the two renames that replace a step by a new save of the same step.
-FOLDER = re.compile(r"step-(\d{8,})(?P<old>\.old-[0-9a-f]+)?")
+FOLDER = re.compile(r"step-(\d{8,})")
 
 
 def steps(folder: Path) -> list[int]:
@@ -126,15 +125,9 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def candidates(folder: Path) -> dict[int, Path]:
-    """Returns step → folder; the replaced folder only where its replacement is missing."""
-    found: dict[int, Path] = {}
-    if not folder.is_dir():
-        return found
-    for path in sorted(folder.iterdir(), key=lambda path: ".old-" in path.name):
-        match = FOLDER.fullmatch(path.name)
-        if match and path.is_dir():
-            found.setdefault(int(match[1]), path)
-    return found
+    """Returns step → folder."""
+    found = ((FOLDER.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    return {int(match[1]): path for match, path in found if match and path.is_dir()}
 
 
 def is_kept(path: Path) -> bool:
