@@ -9,23 +9,24 @@ counted, left out of the batch, and replaced by another one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from quern.data.batch import Batch
+from quern.eval.bits_per_byte import batch_losses
 from quern.eval.task import Item
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.generate.sampling import Sampling
 from quern.mesh import Mesh, alone
-from quern.model.base import LanguageModel, loss_sum
+from quern.model.base import LanguageModel
 from quern.recipe import RlRecipe
 from quern.rl.environment import Environment, draw_item, reward_of
 from quern.text.chat import render_prompt
+from quern.train.step import evaluating
 
 MULTIPLE = 64
 """Rows are padded to a multiple of this many tokens."""
@@ -52,43 +53,39 @@ class Rollout:
         return slice(len(self.prompt) - 1, len(self.prompt) - 1 + len(self.ids))
 
 
-class Tally:
-    """Sums over rollouts, which ranks add up."""
+def sums(group: Sequence[Rollout]) -> dict[str, float]:
+    """Sums over the replies to a question, for `means`; without replies, it was too long for the context."""
+    if not group:
+        return {"too_long": 1}
+    rewards = [one.reward for one in group]
+    own = [value for one in group for value, own in zip(one.logprobs, one.sampled, strict=True) if own]
+    return {
+        "replies": len(group),
+        "reward": sum(rewards),
+        "squares": sum(reward**2 for reward in rewards),
+        "right": sum(one.right for one in group),
+        "truncated": sum(one.truncated for one in group),
+        "tokens": len(own),
+        "logprob": sum(own),
+        "groups": 1,
+        "dropped": is_uniform(np.array(rewards)),
+    }
 
-    NAMES = ("replies", "reward", "squares", "right", "truncated", "tokens", "logprob", "groups", "dropped", "too_long")
 
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = dict.fromkeys(self.NAMES, 0.0)
-
-    def add(self, group: Sequence[Rollout]) -> None:
-        """Adds the replies to a question; without replies, the question was too long for the context."""
-        if not group:
-            self.sums["too_long"] += 1
-            return
-        rewards = [one.reward for one in group]
-        own = [value for one in group for value, own in zip(one.logprobs, one.sampled, strict=True) if own]
-        found = (
-            *(len(group), sum(rewards), sum(reward**2 for reward in rewards), sum(one.right for one in group)),
-            *(sum(one.truncated for one in group), len(own), sum(own), 1, is_uniform(np.array(rewards)), 0),
-        )
-        for name, value in zip(self.NAMES, found, strict=True):
-            self.sums[name] += value
-
-    def means(self, sums: Sequence[float] | None = None) -> dict[str, float]:
-        """The recorded means. sums: all ranks' sums, in the order of NAMES; by default this rank's."""
-        total = dict(zip(self.NAMES, sums, strict=True)) if sums is not None else self.sums
-        replies, tokens = max(1.0, total["replies"]), max(1.0, total["tokens"])
-        mean = total["reward"] / replies
-        return {
-            "reward": mean,
-            "reward_std": max(0.0, total["squares"] / replies - mean**2) ** 0.5,
-            "pass_1": total["right"] / replies,
-            "dropped": total["dropped"] / max(1.0, total["groups"]),
-            "entropy": -total["logprob"] / tokens,
-            "reply_tokens": total["tokens"] / replies,
-            "truncated": total["truncated"] / replies,
-            "too_long": total["too_long"],
-        }
+def means(totals: Counter[str]) -> dict[str, float]:
+    """The recorded means. totals: added up `sums` of questions, over all ranks or those of one."""
+    replies, tokens = max(1.0, totals["replies"]), max(1.0, totals["tokens"])
+    mean = totals["reward"] / replies
+    return {
+        "reward": mean,
+        "reward_std": max(0.0, totals["squares"] / replies - mean**2) ** 0.5,
+        "pass_1": totals["right"] / replies,
+        "dropped": totals["dropped"] / max(1.0, totals["groups"]),
+        "entropy": -totals["logprob"] / tokens,
+        "reply_tokens": totals["tokens"] / replies,
+        "truncated": totals["truncated"] / replies,
+        "too_long": float(totals["too_long"]),
+    }
 
 
 @dataclass(eq=False)
@@ -105,7 +102,8 @@ class Rollouts:
     reference: LanguageModel | None = None  # the divergence is measured from it, if `settings.kl` is above 0
     mesh: Mesh = field(default_factory=alone)
     """The ranks. Those of its model axis sample the same replies; the first of them rewards them."""
-    tally: Tally = field(default_factory=Tally, init=False)
+    totals: Counter[str] = field(default_factory=Counter[str], init=False)
+    """The added up `sums` of the questions of the newest round."""
     _round: int = field(default=-1, init=False)
     _kept: list[Rollout] = field(default_factory=list[Rollout], init=False)
 
@@ -144,7 +142,7 @@ class Rollouts:
         fits = [number for number, prompt in enumerate(prompts) if len(prompt) < self.engine.context]
         most, overlong = self.settings.max_tokens, self.settings.overlong_tokens
         how = {"samples": samples, "max_tokens": most, "sampling": Sampling(), "logprobs": 0}
-        with _evaluating(self.engine.model):
+        with evaluating(self.engine.model):
             digests = [hashlib.blake2b(seeds[at].encode(), digest_size=7).digest() for at in fits]
             own = [int.from_bytes(digest, "big") for digest in digests]
             done = self.engine.generate([prompts[number] for number in fits], seed=own, **how)
@@ -176,21 +174,16 @@ class Rollouts:
 
     def logprobs(self, rows: Sequence[Rollout], model: LanguageModel | None = None) -> list[np.ndarray]:
         """Log-probabilities of the replies' tokens, computed as in training. model: by default the one in training."""
-        model, machine = model or self.engine.model, self.engine.machine
-        found: list[np.ndarray] = []
-        batch = self._batch(rows)
-        with _evaluating(model), torch.no_grad():
+        model, batch, found = model or self.engine.model, self._batch(rows), list[np.ndarray]()
+        with evaluating(model):
             for micro in batch.split(self.micro_batch_rows * max(1, self.engine.context // batch.tokens.shape[1])):
-                tokens, targets = (torch.from_numpy(a).long().to(machine.device) for a in (micro.tokens, micro.targets))
-                zeros = torch.zeros(targets.shape, device=machine.device)
-                nats = loss_sum(model, tokens, targets, zeros, attention=machine.attention)[1]
-                found += list(-nats.float().cpu().numpy())
+                found += list(-batch_losses(model, micro.tokens, micro.targets, self.engine.machine))
         return [values[one.span] for values, one in zip(found, rows, strict=False)]
 
     def _collect(self, number: int, rank: int, ranks: int) -> list[Rollout]:
         """Samples this rank's groups of a round. A group's question and replies do not depend on the rank."""
         settings = self.settings
-        self.tally = Tally()
+        self.totals = Counter()
         waiting, kept = list(range(rank, settings.groups, ranks)), dict[int, list[Rollout]]()
         for attempt in range(settings.resample + 1):
             if not waiting:
@@ -199,7 +192,7 @@ class Rollouts:
             turns = [self.environments[(number * settings.groups + slot) % len(self.environments)] for slot in waiting]
             asked = [(one, draw_item(one, seed)) for one, seed in zip(turns, seeds, strict=True)]
             for slot, group in zip(waiting, self.ask(asked, settings.samples, seeds), strict=True):
-                self.tally.add(group)
+                self.totals.update(sums(group))
                 rewards = np.array([one.reward for one in group])
                 if group and not is_uniform(rewards):
                     values = advantages(rewards, settings.normalize)
@@ -244,17 +237,6 @@ class Rollouts:
             mask[row, one.span] = one.sampled
             weight[row, one.span] = one.weights or 0.0
         return replace(Batch.of_rows(ids, mask), weight=weight)
-
-
-@contextmanager
-def _evaluating(model: LanguageModel) -> Iterator[None]:
-    """Runs the body without dropout, and returns the model to its mode."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 # Formulas ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ compiling each shape, or padding all to the context, takes longer than it saves.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from quern.parallel.plan import shard_model
 from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe, Resolved, RlRecipe
 from quern.resolve import fine_tuning_rates, resolve
 from quern.rl.environment import Environment, draw_item, fingerprint, load_environment
-from quern.rl.rollouts import Rollouts, divergence, pass_at_k
+from quern.rl.rollouts import Rollouts, divergence, means, pass_at_k
 from quern.runs.load import Start, open_checkpoint
 from quern.runs.origin import compare, overlay, source_digest, with_absolute_paths
 from quern.runs.run_dir import require_trusted, trust
@@ -80,7 +81,10 @@ def _run(asked: Recipe, session: Session) -> int:
     )
 
     def tally(state: TrainState) -> dict[str, float]:
-        return rollouts.tally.means(_summed(list(rollouts.tally.sums.values()), mesh))
+        totals = Counter[str]()
+        for own in mesh.data.gather_objects(dict(rollouts.totals)):
+            totals.update(own)
+        return means(totals)
 
     plan = session.plan(
         recipe,
@@ -100,7 +104,7 @@ def _run(asked: Recipe, session: Session) -> int:
     data = {"environments": list(recipe.rl.rewards)} | precision
     opening = Opening([told], changed, tokenizer, start and start.facts_in(run_dir, facts), data)
     backend = TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed)
-    session = replace(session, shown=lambda *step: f"reward {rollouts.tally.means()['reward']:.3f}")
+    session = replace(session, shown=lambda *step: f"reward {means(rollouts.totals)['reward']:.3f}")
     with eager():  # the loss too would be compiled for each number of tokens, and from a certain one on no more
         return session.train(backend, rollouts, plan, origin, opening)
 

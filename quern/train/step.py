@@ -9,8 +9,8 @@ its copy and its counts are there when that wait ends. tests/train/test_waits.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from quern.data.loader import Batch
 from quern.machine import Machine
 from quern.mesh import Mesh
-from quern.model.base import loss_sum
+from quern.model.base import LanguageModel, loss_sum
 from quern.model.count import Flops
 from quern.optim.schedule import Multipliers
 from quern.parallel.sharding import Slice
@@ -91,17 +91,25 @@ class TorchBackend:
         return result, heard()  # the step's wait for the device covers the exchange
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, Any]:
-        self.run.model.eval()
-        try:
+        with evaluating(self.run.model):
             return evaluator(self.run)
-        finally:
-            self.run.model.train()
 
     def save(self) -> list[dict[str, Slice]]:
         return [self.run.slices()]
 
     def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
         self.run.restore(tensors, meta)
+
+
+@contextmanager
+def evaluating(model: LanguageModel) -> Iterator[None]:
+    """Runs the body without dropout, and returns the model to its mode."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def train_step(

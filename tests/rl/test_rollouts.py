@@ -2,6 +2,7 @@
 formulas: advantages, penalties, the clipped objective, pass@k."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -53,10 +54,10 @@ def test_questions_without_a_difference_are_counted_replaced_and_left_out() -> N
     environment = Environment("odd", lambda seed: question(f"mill {sum(map(ord, seed)) % 10}", ""), reward)
     rollouts = rollouts_of(rl_state(alone()), replace(SETTINGS, resample=3), environment)
     batch = rollouts.batch(0)
-    facts = rollouts.tally.means()
+    facts = rl.means(rollouts.totals)
     assert 0 < facts["dropped"] < 1
     assert len(asked) > SETTINGS.groups * SETTINGS.samples
-    assert len(asked) == rollouts.tally.sums["replies"]
+    assert len(asked) == rollouts.totals["replies"]
     assert len(batch.tokens) <= SETTINGS.groups * SETTINGS.samples and batch.weight is not None
     assert (np.abs(batch.weight).sum(axis=1) > 0).any()
 
@@ -75,7 +76,7 @@ def test_a_round_without_any_difference_changes_nothing(monkeypatch: pytest.Monk
     counts: list[int] = []
     assert advanced(again, rollouts_of(again), alone(), 3, steps=2).verdict == "step" and counts == [0, 1]
     assert all((old == new).all() for old, new in zip(before, state.model.parameters(), strict=True))
-    assert rollouts.tally.means()["dropped"] == 1
+    assert rl.means(rollouts.totals)["dropped"] == 1
 
 
 def test_what_a_tool_said_is_read_and_not_learned() -> None:
@@ -152,7 +153,7 @@ def test_a_round_computes_the_log_probabilities_of_its_replies_once(monkeypatch:
 def test_prompts_that_do_not_fit_are_left_out() -> None:
     long = Environment("long", lambda seed: question(f"{'mill ' * 90}{seed[-3:]}", ""), lambda item, reply: 1.0)
     rollouts = rollouts_of(rl_state(alone()), SETTINGS, long)
-    assert not rollouts.batch(0).mask.any() and rollouts.tally.sums["replies"] == 0
+    assert not rollouts.batch(0).mask.any() and rollouts.totals["replies"] == 0
 
 
 FAILS = "of environment 'broken' fails with"
@@ -218,7 +219,7 @@ STEPS = 16
 
 
 def test_no_reply_has_no_tokens() -> None:
-    assert rl.Tally().means()["reply_tokens"] == 0
+    assert rl.means(Counter())["reply_tokens"] == 0
 
 
 def test_the_reward_rises() -> None:
@@ -229,7 +230,7 @@ def test_the_reward_rises() -> None:
     schedule = toy_schedule(STEPS, warmup_steps=0, warmdown_share=0.0)
     for step in range(STEPS):
         batch = rollouts.batch(step)
-        found.append(rollouts.tally.means()["reward"])
+        found.append(rl.means(rollouts.totals)["reward"])
         train_step(state, batch, schedule(step), CPU, micro_batch_rows=99)
     assert found[0] < 0.3 and found[-1] > 0.8, found
 
