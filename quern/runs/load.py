@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NotRequired, TypedDict
 
 import torch
 
+from quern.data.token_file import fingerprint
 from quern.machine import Machine
 from quern.process import waiting
 from quern.recipe import Resolved
@@ -80,8 +80,7 @@ class LoadedModel:
 
     def weights(self) -> str:
         """16 hex digits over the weights, which tell a run that was trained again from the one before."""
-        sums = [checksum(parameter).item() for parameter in self.model.parameters()]
-        return hashlib.sha256(repr(sums).encode("ascii")).hexdigest()[:16]
+        return fingerprint(*map(checksum, self.model.parameters()))[:16]
 
 
 def load(

@@ -6,6 +6,7 @@ function of (seed, step), so the position in the data is the step.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -168,12 +169,6 @@ def compile_model(model: Any, machine: Machine) -> None:
         model.compile(dynamic=False)
 
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = 1 << 18
-"""Elements that are hashed at a time, which bounds the memory."""
-MULTIPLIER = 6364136223846793005  # odd; Knuth's MMIX generator
-
-
 def refuse_unequal_replicas(state: TrainState) -> None:
     """Compares the parameters, and the optimizer state that every replica holds, over the data axis.
 
@@ -183,9 +178,7 @@ def refuse_unequal_replicas(state: TrainState) -> None:
     if mesh.data.size == 1:
         return
     tensors = _replicated(state)
-    device = state.optimizer.buckets[0].params.device
-    own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()]).tolist()
-    rows = mesh.world.gather_objects(own)
+    rows = mesh.world.gather_objects(list(map(checksum, tensors.values())))
     for rank, row in enumerate(rows):
         reference = rank % mesh.tp  # the first replica of its shard
         if places := [name for name, a, b in zip(tensors, row, rows[reference], strict=True) if a != b]:
@@ -196,19 +189,9 @@ def refuse_unequal_replicas(state: TrainState) -> None:
             )
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """Hashes the bits of a tensor and their positions: int64, without dims, on the tensor's device.
-
-    A change of any one element changes the checksum, since each is multiplied by an odd number modulo 2^64. The odd
-    numbers are pseudorandom, so that tensors that differ in many places get different checksums, too.
-    """
-    flat = tensor.detach().reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    draws = torch.Generator().manual_seed(0)  # the same on every rank
-    weights = (torch.randint(1 << 62, (min(CHUNK, len(flat)),), generator=draws) | 1).to(flat.device)
-    for chunk in flat.view(BITS[flat.element_size()]).split(CHUNK):
-        total = total * MULTIPLIER + (chunk.to(torch.int64) * weights[: len(chunk)]).sum()
-    return total
+def checksum(tensor: Tensor) -> str:
+    """SHA-256 (hex) of the bits of a tensor, in the order of its elements."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _replicated(state: TrainState) -> dict[str, Tensor]:
