@@ -1,4 +1,4 @@
-"""Loaders of packed rows (`Loader`), and of documents end to end (`StreamLoader`).
+"""The loader of packed rows.
 
 An epoch permutes the pieces (packing.py) of each group (batch.py) by (seed, epoch, group), cuts the permutation into
 chunks, packs each chunk into rows, and shuffles its rows. The rows of all epochs form one endless sequence; step s
@@ -19,7 +19,7 @@ import sys
 import warnings
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -99,10 +99,10 @@ class Loader(Batches):
     Args:
         packing: A key of `packing.METHODS`, or a packer.
         too_long: The treatment of a document longer than context + 1 tokens: "split" cuts it into pieces (best-fit
-            then keeps tails, unless there are masks), "crop" keeps its head, "drop" leaves it out.
+            then keeps tails, unless there are masks), "crop" keeps its head, "drop" leaves it out. A stream keeps all.
 
     Raises:
-        ValueError: No document has a target.
+        ValueError: No document has a target, or a stream would have masks.
     """
 
     chunk_documents = 65536
@@ -122,11 +122,15 @@ class Loader(Batches):
         group_size: int | None = GROUP_SIZE,
     ) -> None:
         super().__init__(corpus, context, batch_rows, seed, group_size)
-        self.packing, self.too_long = packing, too_long
+        self._streams = packing == "stream"
+        if self._streams and corpus.masked:
+            raise ValueError("a stream learns every token: pack a corpus with masks by first-fit-decreasing instead")
+        # A stream cuts whole documents by itself.
+        self.packing, self.too_long = packing, "crop" if self._streams else too_long
         self._row_tokens = context + 1
-        self._keeps_tails = too_long == "split" and not corpus.masked
+        self._keeps_tails = self.too_long == "split" and not corpus.masked
         self._pieces = lru_cache(GROUPS_KEPT)(
-            lambda group: make_pieces(corpus, *self._documents(group), context, too_long)
+            lambda group: make_pieces(corpus, *self._documents(group), context, self.too_long)
         )
         self._permutation = lru_cache(1)(self._make_permutation)
         self._chunk = lru_cache(CHUNKS_KEPT)(self._make_chunk)
@@ -180,7 +184,8 @@ class Loader(Batches):
         """
         chunk, group = self._find(0, silent=True)[0], self._pieces(self._first)
         documents = {"documents": self.corpus.num_documents, "documents_measured": len(group.lengths)}
-        added = (len(chunk.source) - chunk.heads) / (chunk.packing.rows * self._row_tokens)
+        tails = 0 if self._streams else len(chunk.source) - chunk.heads
+        added = tails / (chunk.packing.rows * self._row_tokens)
         packed = {"pieces": chunk.heads, **chunk.packing.report(), "added_bos_share": added}
         return {**documents, **group.report, **packed}
 
@@ -275,7 +280,8 @@ class Loader(Batches):
         source = chunk.source[segment]
         flat_tokens, flat_mask = tokens.reshape(-1), mask.reshape(-1)
         self.corpus.copy(flat_tokens, at, source, length)
-        flat_tokens[at] = self.corpus.bos
+        if not self._streams:
+            flat_tokens[at] = self.corpus.bos
         if not self.corpus.masked:
             mask[:] = np.arange(self._row_tokens) < np.add.reduceat(length, before)[:, None]
         else:
@@ -283,72 +289,3 @@ class Loader(Batches):
             flat_mask[at[chunk.resumed[segment]]] = False  # it has the mask of the token that BOS replaced
         following = (at + length)[chunk.broken[segment]]
         flat_mask[following[following % self._row_tokens > 0]] = False
-
-
-class StreamLoader(Batches):
-    """Documents end to end, cut into rows of `context` tokens. Raises ValueError for a corpus with masks.
-
-    Each epoch permutes the documents of one group after the other and puts them end to end; all epochs form one endless
-    stream. Row i is the tokens i·context to (i + 1)·context - 1, so every token of an epoch is a target once. Rows
-    begin and end in mid-document; attention must separate the documents of a row at their BOS.
-
-    Source: the data generator of modded-nanogpt, which reads files in order; this loader permutes documents.
-    """
-
-    def __init__(
-        self, corpus: Corpus, context: int, batch_rows: int, seed: int = 0, *, group_size: int | None = GROUP_SIZE
-    ) -> None:
-        super().__init__(corpus, context, batch_rows, seed, group_size)
-        if corpus.masked:
-            raise ValueError("a stream learns every token: pack a corpus with masks by first-fit-decreasing instead")
-        self._tokens = corpus.num_tokens
-        self._group = lru_cache(GROUPS_KEPT)(self._make_group)
-
-    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        rows = self._rows_of(step, rank, ranks)
-        tokens = np.empty((len(rows), self.context + 1), dtype=np.int32)
-        for row, out in zip(rows.tolist(), tokens, strict=True):
-            self._fill(row * self.context, out)
-        return Batch.of_rows(tokens, np.ones((len(rows), self.context), dtype=bool))
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self._tokens // (self.batch_rows * self.context))
-
-    def report(self) -> dict[str, float]:
-        """Documents and rows of an epoch (the next epoch may fill the last row), and the shares of `Packing.report`."""
-        counts = {"documents": self.corpus.num_documents, "rows": -(-self._tokens // self.context)}
-        return counts | {"utilisation": 1.0, "padding_share": 0.0, "cropped_share": 0.0}
-
-    def _fill(self, start: int, out: np.ndarray) -> None:
-        """Copies the tokens of the stream from position `start` on."""
-        done = 0
-        while done < len(out):
-            epoch, offset = divmod(start + done, self._tokens)
-            order = self._group_order(epoch)
-            group_ends = np.cumsum(self._group_tokens[order])
-            place = int(np.searchsorted(group_ends, offset, side="right"))
-            offset -= int(group_ends[place - 1]) if place else 0
-            starts, lengths, ends = self._group(epoch, int(order[place]))
-            count = min(len(out) - done, int(ends[-1]) - offset)
-            # The documents of these tokens, then the part of each: the first and the last may be cut.
-            first = int(np.searchsorted(ends, offset, side="right"))
-            last = int(np.searchsorted(ends, offset + count, side="left"))
-            some = slice(first, last + 1)
-            begins = ends[some] - lengths[some]
-            skipped = np.maximum(offset - begins, 0)
-            length = np.minimum(ends[some], offset + count) - begins - skipped
-            out[done : done + count] = self.corpus.slices(starts[some] + skipped, length)
-            done += count
-
-    @cached_property
-    def _group_tokens(self) -> np.ndarray:
-        ends = [self.corpus.tokens_before(self._documents(group)[1]) for group in range(self._groups)]
-        return np.diff(ends, prepend=0)
-
-    def _make_group(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The documents of a group in the order of an epoch: starts, lengths, and ends in the stream of the group."""
-        first, last = self._documents(number)
-        order = self._numbers(epoch, 0, number).permutation(last - first)
-        starts, lengths = (values[order] for values in self.corpus.take(np.arange(first, last)))
-        return starts, lengths, np.cumsum(lengths)

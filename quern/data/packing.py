@@ -12,9 +12,11 @@ from lengths to rows:
     greedy-pad            Documents in order; start a new row when the next document does not fit.
     first-fit-decreasing  Longest first, each into the first row with room. Rows come out by falling length,
                           so shuffle them before training.
+    stream                Documents end to end, cut at the ends of rows. A row begins with the last token of the
+                          row before, so attention must separate the documents of a row at their BOS.
 
-The tail of a cropped document is discarded. Only best-fit can keep it (`keep_tails`): the tail returns to the
-buffer as a document with its own BOS.
+The tail of a cropped document is discarded. A stream keeps it, and best-fit can (`keep_tails`): there the tail returns
+to the buffer as a document with its own BOS.
 
 Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). Their
 best-fit-decreasing pads a row where best-fit here cuts a document.
@@ -119,7 +121,7 @@ def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) ->
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(document, length, row_offsets): the fields of `Packing` with these names, int64."""
 Packer = Callable[[np.ndarray, int, int, bool], Rows]
-"""(lengths, row_tokens, buffer, keep_tails) → rows. Each length is at most row_tokens."""
+"""(lengths, row_tokens, buffer, keep_tails) → rows. Each length is at most row_tokens, except in a stream."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Packing:
     """Segments in row order: row r holds segments row_offsets[r] to row_offsets[r + 1] - 1.
 
     A segment is BOS and the document's tokens start + 1 to start + length - 1. In a kept tail (start > 0), BOS
-    replaces the last token of the previous segment of that document.
+    replaces the last token of the previous segment of that document; in a stream, that token stays.
     """
 
     row_tokens: int  # slots of a row
@@ -226,11 +228,27 @@ def first_fit_decreasing(lengths: np.ndarray, row_tokens: int, *_: object) -> Ro
     return document, lengths[document], row_offsets.astype(np.int64)
 
 
+def stream(lengths: np.ndarray, row_tokens: int, *_: object) -> Rows:
+    """The rows of modded-nanogpt's data generator, which reads files in order; the loader permutes documents before."""
+    total, context = int(lengths.sum()), row_tokens - 1
+    rows = max(0, -(-(total - 1) // context))
+    documents = np.cumsum(lengths[:-1])  # where they begin, the first one apart
+    start = np.concatenate([np.arange(rows) * context, documents])
+    row = np.concatenate([np.arange(rows), (documents - 1) // context])
+    in_order = np.lexsort((start, row))
+    start, row = start[in_order], row[in_order]
+    ends_row = np.diff(row, append=-1) != 0  # with the token that begins the next row
+    length = np.diff(start, append=total - 1) + ends_row
+    document = np.searchsorted(np.cumsum(lengths), start, side="right")
+    return document, length, np.searchsorted(row, np.arange(rows + 1))
+
+
 METHODS: dict[str, Packer] = {
     "best-fit": best_fit,
     "greedy-crop": partial(_greedy, crop=True),
     "greedy-pad": partial(_greedy, crop=False),
     "first-fit-decreasing": first_fit_decreasing,
+    "stream": stream,
 }
 """The packers by the name that a recipe gives."""
 
@@ -251,9 +269,10 @@ def pack(
         buffer, keep_tails: For best-fit: how many documents it chooses from, and whether it keeps the tails.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    packer = METHODS[method] if isinstance(method, str) else method
-    document, length, row_offsets = packer(np.minimum(lengths, row_tokens), row_tokens, buffer, keep_tails)
-    start = _starts(document, length) if keep_tails else np.zeros_like(document)
+    packer, streams = METHODS[method] if isinstance(method, str) else method, method == "stream"
+    cropped = lengths if streams else np.minimum(lengths, row_tokens)
+    document, length, row_offsets = packer(cropped, row_tokens, buffer, keep_tails)
+    start = _starts(document, length) if keep_tails or streams else np.zeros_like(document)
     return Packing(row_tokens, document, start, length, row_offsets, int(lengths.sum()) - len(lengths))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from quern.data.batch import Batch, Batches, groups_of
-from quern.data.loader import Loader, StreamLoader
+from quern.data.loader import Loader
 from quern.data.packing import windows
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import bits_per_byte
@@ -62,8 +62,6 @@ def make_batches(recipe: Resolved, corpus: Corpus, rows: int | None = None) -> B
     if recipe.make_batches is not None and rows is None:
         return recipe.make_batches(recipe, corpus)
     rows = rows or max(1, batch_tokens // context)
-    if recipe.train.packing == "stream":
-        return StreamLoader(corpus, context, rows, recipe.data_seed)
     return Loader(corpus, context, rows, recipe.data_seed, recipe.train.packing)
 
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quern.bench.material import write_empty_shards
 from quern.data.batch import prefetch
-from quern.data.loader import Batch, Loader, StreamLoader
+from quern.data.loader import Batch, Loader
 from quern.data.packing import METHODS, Packing, pack, windows
 from quern.data.shards import Corpus
 from quern.process import start
@@ -80,7 +80,14 @@ def naive_first_fit_decreasing(lengths: list[int], row_tokens: int) -> list[list
     return rows
 
 
-@given(LENGTHS, st.integers(1, 30), st.integers(1, 20))
+def naive_stream(lengths: list[int], row_tokens: int) -> list[list[tuple[int, int]]]:
+    """Rows of the documents end to end, each of which begins with the last token of the row before."""
+    places = [index for index, length in enumerate(lengths) for _ in range(length)]
+    rows = [places[at : at + row_tokens] for at in range(0, len(places) - 1, row_tokens - 1)]
+    return [[(index, len(list(same))) for index, same in groupby(row)] for row in rows]
+
+
+@given(LENGTHS, st.integers(2, 30), st.integers(1, 20))
 def test_equals_the_naive_packer(lengths, row_tokens, buffer):
     best_fit = naive_best_fit(lengths, row_tokens, buffer, keep_tails=False)
     expected = {
@@ -88,6 +95,7 @@ def test_equals_the_naive_packer(lengths, row_tokens, buffer):
         "greedy-crop": naive_greedy(lengths, row_tokens, crop=True),
         "greedy-pad": naive_greedy(lengths, row_tokens, crop=False),
         "first-fit-decreasing": naive_first_fit_decreasing(lengths, row_tokens),
+        "stream": naive_stream(lengths, row_tokens),
     }
     assert set(expected) == set(METHODS)
     for method, rows in expected.items():
@@ -138,10 +146,12 @@ def full_rows(loader: Loader) -> list[tuple[list[int], list[bool]]]:
     return [([*b.tokens[0, :1].tolist(), *b.targets[0].tolist()], [False, *b.mask[0].tolist()]) for b in batches]
 
 
+WITH_BOS = [method for method in METHODS if method != "stream"]
+"""The packers of rows that begin with BOS, also with masks."""
 LONG_AND_SHORT = [700] * 3 + [25, 26, 49, 50] + random_lengths(60, 40)  # rows of 25: many to cut, some just so
 
 
-@pytest.mark.parametrize("packing", METHODS)
+@pytest.mark.parametrize("packing", WITH_BOS)
 def test_the_token_after_a_document_that_was_cut_is_no_target(packing):
     lengths, held_back = LONG_AND_SHORT, 0
     for row, mask in full_rows(sized(65536, 5)(corpus_of(lengths), 24, 1, seed=3, packing=packing)):
@@ -158,7 +168,7 @@ def test_the_token_after_a_document_that_was_cut_is_no_target(packing):
     assert held_back > 0 or packing != "best-fit", "the case must occur"
 
 
-@pytest.mark.parametrize("packing", METHODS)
+@pytest.mark.parametrize("packing", WITH_BOS)
 @pytest.mark.parametrize("too_long", ["split", "crop", "drop"])
 def test_the_report_is_what_the_batches_hold(packing, too_long):
     """The expected counts come from the tokens of a whole epoch, which is one chunk here."""
@@ -237,7 +247,7 @@ def conversations(count: int, seed: int = 0, longest: int = 60) -> tuple[Corpus,
     return corpus_of(lengths, masks), lengths, masks
 
 
-@pytest.mark.parametrize("packing", METHODS)
+@pytest.mark.parametrize("packing", WITH_BOS)
 @pytest.mark.parametrize("too_long", ["split", "crop"])
 def test_the_mask_follows_its_tokens(packing, too_long):
     corpus, _, masks = conversations(80, longest=90)
@@ -251,7 +261,7 @@ def test_the_mask_follows_its_tokens(packing, too_long):
                 assert counts == masks[target // 1000 - 1][target % 1000]
 
 
-@pytest.mark.parametrize("packing", METHODS)
+@pytest.mark.parametrize("packing", WITH_BOS)
 @pytest.mark.parametrize("too_long", ["split", "crop", "drop"])
 def test_no_row_is_without_a_target(packing, too_long):
     """The mean over a batch, a micro-batch or a rank without targets would be NaN."""
@@ -295,11 +305,20 @@ def test_a_corpus_without_a_target_is_refused():
         Loader(corpus_of([20, 30]), 7, 2, too_long="drop")
 
 
-def test_a_stream_reports_its_rows_and_refuses_masks():
-    report = StreamLoader(corpus_of([5, 6]), 4, 2).report()
-    assert (report["documents"], report["rows"], report["utilisation"]) == (2, 3, 1)
+def test_rows_of_a_stream_are_cut_from_documents_end_to_end():
+    loader = Loader(corpus_of(LONG_AND_SHORT), 24, 1, seed=3, packing="stream")
+    rows = [row for row, mask in full_rows(loader) if all(mask[1:])]  # without the last one, which is padded
+    total = sum(LONG_AND_SHORT)
+    assert len(rows) == (total - 1) // 24 and loader.rows_per_epoch == -(-(total - 1) // 24)
+    assert sum(row[0] != BOS for row in rows) > len(rows) / 2, "rows begin in mid-document"
+    begins, ends = (Counter(row[at] for row in rows if row[at] != BOS) for at in (0, -1))
+    assert (begins - ends).total() <= 1 >= (ends - begins).total(), "a row begins with the end of another one"
+    for before, token in (pair for row in rows for pair in pairwise(row)):
+        assert token in (BOS, before + 1) or before == BOS and token % 1000 == 1, "whole documents, end to end"
+    report = loader.report()
+    assert (report["documents"], report["cropped_share"], report["added_bos_share"]) == (len(LONG_AND_SHORT), 0, 0)
     with pytest.raises(ValueError, match="learns every token: pack a corpus with masks by first-fit-decreasing"):
-        StreamLoader(corpus_of([3], [[False, True, True]]), 8, 1)
+        Loader(corpus_of([3], [[False, True, True]]), 8, 1, packing="stream")
 
 
 # --- validation windows ---

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quern.data.bin_files import read_bin
-from quern.data.loader import Loader, StreamLoader
+from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter, fingerprint, prepared
 from quern.process import resident
@@ -287,7 +287,7 @@ def test_more_shards_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with limited(resource.RLIMIT_NOFILE, open_already + 100):
         corpus = Corpus.open(tmp_path, "train")
         assert ids_of(corpus) == docs
-        for loader in (Loader(corpus, 200, 64), StreamLoader(corpus, 200, 64)):
+        for loader in (Loader(corpus, 200, 64), Loader(corpus, 200, 64, packing="stream")):
             seen = {int(token) for step in range(loader.steps_per_epoch) for token in loader.batch(step).targets.flat}
             assert seen >= {token for document in docs for token in document[1:]}
 

@@ -6,11 +6,9 @@ from quern.data.batch import Batches
 from quern.data.loader import Loader
 
 
-def epoch_of(loader: Batches, step: int) -> int:
+def epoch_of(loader: Loader, step: int) -> int:
     """The epoch of the first row of a step."""
     first = step * loader.batch_rows
-    if not isinstance(loader, Loader):
-        return first * loader.context // loader.corpus.num_tokens
     loader._find(first, silent=True)
     return loader._group_of(loader._counts.find(first)[0])[0]
 
