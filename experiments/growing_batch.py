@@ -33,6 +33,8 @@ def stages_begun(step: int, steps: int) -> list[int]:
 class GrowingBatches(Batches):
     """Step s reads 1, 2 or 3 consecutive batches of half the recipe's size, so a run reads as many tokens as before."""
 
+    ahead = True
+
     def __init__(self, unit: Loader, steps: int) -> None:
         self.unit, self.steps, self.context = unit, steps, unit.context
         self.batch_rows = 2 * unit.batch_rows
@@ -46,10 +48,6 @@ class GrowingBatches(Batches):
         parts = [self.unit.batch(number, rank, ranks) for number in units]
         names = ("tokens", "targets", "mask")
         return Batch(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.unit.steps_per_epoch // 2)
 
     def report(self) -> dict[str, float]:
         return self.unit.report()

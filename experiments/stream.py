@@ -4,6 +4,7 @@ Hypothesis: rows that start with BOS are better, since every token sees the star
 Source: nanochat's experiment log, 2026-01-13: rows that start in mid-document make the loss look worse and may
 confuse the model; this is the loader from before.
 Expected effect: slightly worse.
+Changed: 2026-11-30T23:20, a batch had consecutive rows of the stream; now the rows of a chunk are shuffled.
 Verdict: worse on rung 0 (+0.1202 bits per byte, 3 pairs); multiplier × 0.376 [0.355, 0.401]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0885 bits per byte, 3 pairs); multiplier × 0.611 [0.589, 0.635]. Study ladder.
 """

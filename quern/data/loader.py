@@ -1,9 +1,10 @@
 """The loader of packed rows.
 
-An epoch permutes the pieces (packing.py) of each group (batch.py) by (seed, epoch, group), cuts the permutation into
-chunks, packs each chunk into rows, and shuffles its rows. The rows of all epochs form one endless sequence; step s
-reads rows s·batch_rows to (s + 1)·batch_rows - 1, and rank r of N every N-th of them. Resuming needs no state beside
-the number of rows of each chunk, which is kept in a file (docs/data.md) or found again by packing.
+A group is consecutive documents (docs/data.md, "The order of documents"). An epoch permutes the pieces (packing.py) of
+each group by (seed, epoch, group), cuts the permutation into chunks, packs each chunk into rows, and shuffles its rows.
+The rows of all epochs form one endless sequence; step s reads rows s·batch_rows to (s + 1)·batch_rows - 1, and rank r
+of N every N-th of them. Resuming needs no state beside the number of rows of each chunk, which is kept in a file
+(docs/data.md) or found again by packing.
 
 Best-fit keeps the tail of a piece that it cuts, so an epoch shows every token once; with masks it does not, because a
 tail may have no target. Then a BOS in mid-document is no target, nor is a BOS after a part of a document that continues
@@ -25,13 +26,17 @@ from pathlib import Path
 import numpy as np
 
 from quern.data import batch, packing, shards
-from quern.data.batch import GROUP_SIZE, Batch, Batches
-from quern.data.packing import Packer, Packing, make_pieces, pack
+from quern.data.batch import Batch
+from quern.data.packing import Packer, Packing, make_pieces, pack, stream
 from quern.data.shards import Corpus
 from quern.data.token_file import fingerprint
 from quern.temporaries import whole_file
 from quern.terminal import Meter, counted
 
+GROUP_SIZE = 2_000_000_000
+"""A million documents of 1,000 tokens. Larger groups shuffle better, and take more time and memory to begin."""
+DOCUMENT_SIZE = 1000
+"""A document adds so much to the size of its group beside its tokens, since it takes memory however short it is."""
 CHUNKS_KEPT = 3  # a batch rarely reads more than two; the third is for a second reader, such as prefetch
 GROUPS_KEPT = 2  # a batch may span two
 SAVE_EVERY = 16
@@ -93,18 +98,23 @@ def _read_counts(path: Path | None) -> list[tuple[int, int, int]]:
     return [*map(tuple, np.frombuffer(raw[32:], dtype="<i8").reshape(-1, 3).tolist())] if whole else []
 
 
-class Loader(Batches):
-    """Batches of packed rows.
+class Loader:
+    """Batches of packed rows, by step, from 0.
 
     Args:
+        context: Targets of a row.
+        batch_rows: Rows of a global batch, over all ranks.
         packing: A key of `packing.METHODS`, or a packer.
         too_long: The treatment of a document longer than context + 1 tokens: "split" cuts it into pieces (best-fit
             then keeps tails, unless there are masks), "crop" keeps its head, "drop" leaves it out. A stream keeps all.
+        group_size: Size of the documents that are shuffled together, in tokens + `DOCUMENT_SIZE` for each document;
+            None for all documents, which a corpus needs in which one source follows the other.
 
     Raises:
         ValueError: No document has a target, or a stream would have masks.
     """
 
+    ahead = True
     chunk_documents = 65536
     """Pieces that are packed together."""
     buffer = 1000
@@ -121,14 +131,16 @@ class Loader(Batches):
         too_long: str = "split",
         group_size: int | None = GROUP_SIZE,
     ) -> None:
-        super().__init__(corpus, context, batch_rows, seed, group_size)
-        self._streams = packing == "stream"
+        self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
+        self.group_size, self._groups = group_size, groups_of(corpus, group_size)
+        self._streams = packing in ("stream", stream)
         if self._streams and corpus.masked:
             raise ValueError("a stream learns every token: pack a corpus with masks by first-fit-decreasing instead")
         # A stream cuts whole documents by itself.
         self.packing, self.too_long = packing, "crop" if self._streams else too_long
         self._row_tokens = context + 1
         self._keeps_tails = self.too_long == "split" and not corpus.masked
+        self._group_order = lru_cache(2)(self._make_group_order)
         self._pieces = lru_cache(GROUPS_KEPT)(
             lambda group: make_pieces(corpus, *self._documents(group), context, self.too_long)
         )
@@ -145,6 +157,7 @@ class Loader(Batches):
         self._first, self._counts = first, _RowCounts(self._counts_path())
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+        """Rows rank, rank + ranks, … of the global batch of `step`."""
         wanted = self._rows_of(step, rank, ranks)
         shape = (len(wanted), self._row_tokens)
         tokens = np.full(shape, self.corpus.bos, dtype=np.int32)
@@ -189,6 +202,15 @@ class Loader(Batches):
         packed = {"pieces": chunk.heads, **chunk.packing.report(), "added_bos_share": added}
         return {**documents, **group.report, **packed}
 
+    def _rows_of(self, step: int, rank: int, ranks: int) -> np.ndarray:
+        """Indices, over all epochs, of the rows that this rank reads at `step`."""
+        if not 0 <= rank < ranks <= self.batch_rows:
+            raise ValueError(
+                f"rank {rank} of {ranks} cannot read a batch of {self.batch_rows} rows: use fewer ranks, "
+                "or more tokens in a batch (at least one row for each rank)"
+            )
+        return step * self.batch_rows + np.arange(rank, self.batch_rows, ranks)
+
     def _find(self, row: int, silent: bool) -> tuple[_Chunk, int, int]:
         """The chunk of a row (an index over all epochs), its first row, and its end. silent: as `Meter`."""
         if self._counts.total <= row:
@@ -220,6 +242,28 @@ class Loader(Batches):
         chunks = -(-count // self.chunk_documents)
         return np.arange(chunks + 1) * count // max(1, chunks)
 
+    def _documents(self, group: int) -> tuple[int, int]:
+        """The first document of a group, and the one after its last."""
+        if self.group_size is None:
+            return 0, self.corpus.num_documents
+        first, last = (self.corpus.at_size(g * self.group_size, DOCUMENT_SIZE) for g in (group, group + 1))
+        return first, last
+
+    def _group_of(self, turn: int) -> tuple[int, int]:
+        """(epoch, group) of the group that is read at a turn; turns count over all epochs."""
+        epoch, place = divmod(turn, self._groups)
+        return epoch, int(self._group_order(epoch)[place])
+
+    def _make_group_order(self, epoch: int) -> np.ndarray:
+        order = np.arange(self._groups)
+        return self._numbers(epoch, 0, self._groups).permutation(order) if epoch else order
+
+    def _numbers(self, epoch: int, use: int, group: int = 0) -> np.random.Generator:
+        """A generator for one use in one group of one epoch; the number after the last group's is for their order."""
+        # A spawn key, not one list: SeedSequence([5]) equals SeedSequence([5, 0]), and [2**32, 0] equals [0, 1].
+        key = (epoch, use, group) if group else (epoch, use)
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key)))
+
     def _make_permutation(self, turn: int) -> np.ndarray:
         epoch, group = self._group_of(turn)
         return self._numbers(epoch, 0, group).permutation(len(self._pieces(group)))
@@ -248,7 +292,7 @@ class Loader(Batches):
         """The file of the row counts; its name changes with all that they depend on, the code included."""
         if self.corpus.cache is None or not isinstance(self.packing, str):
             return None
-        kinds = [kind.__module__ for kind in type(self).__mro__ if issubclass(kind, Batches)]  # may override anything
+        kinds = [kind.__module__ for kind in type(self).__mro__ if issubclass(kind, Loader)]  # may override anything
         modules = [sys.modules[name] for name in dict.fromkeys([__name__, batch.__name__, *kinds])]
         try:
             code = [inspect.getsource(module) for module in (*modules, packing, shards)]
@@ -289,3 +333,9 @@ class Loader(Batches):
             flat_mask[at[chunk.resumed[segment]]] = False  # it has the mask of the token that BOS replaced
         following = (at + length)[chunk.broken[segment]]
         flat_mask[following[following % self._row_tokens > 0]] = False
+
+
+def groups_of(corpus: Corpus, group_size: int | None = GROUP_SIZE) -> int:
+    """The number of groups of a corpus; see `Loader`. A group may be empty, after a document that is larger."""
+    size = corpus.num_tokens + DOCUMENT_SIZE * corpus.num_documents
+    return 1 if group_size is None else -(-size // group_size)

@@ -269,7 +269,8 @@ def pack(
         buffer, keep_tails: For best-fit: how many documents it chooses from, and whether it keeps the tails.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    packer, streams = METHODS[method] if isinstance(method, str) else method, method == "stream"
+    packer = METHODS[method] if isinstance(method, str) else method
+    streams = packer is stream
     cropped = lengths if streams else np.minimum(lengths, row_tokens)
     document, length, row_offsets = packer(cropped, row_tokens, buffer, keep_tails)
     start = _starts(document, length) if keep_tails or streams else np.zeros_like(document)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from quern.data.batch import Batch, Batches, groups_of
-from quern.data.loader import Loader
+from quern.data.batch import Batch, Batches
+from quern.data.loader import Loader, groups_of
 from quern.data.packing import windows
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import bits_per_byte

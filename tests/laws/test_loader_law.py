@@ -16,8 +16,7 @@ import pytest
 
 from quern.data import batch, packing, shards
 from quern.data import loader as loader_module
-from quern.data.batch import DOCUMENT_SIZE, Batches
-from quern.data.loader import SAVE_EVERY, Batch, Loader
+from quern.data.loader import DOCUMENT_SIZE, SAVE_EVERY, Batch, Loader
 from quern.data.packing import METHODS
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
@@ -31,7 +30,7 @@ GROUP = 80_000  # about 78 of the documents below
 RANKS = (2, 5, 12)  # dividing the rows of a batch, not dividing them, and one row each
 FIELDS = ("tokens", "targets", "mask")
 
-Make = Callable[..., Batches]
+Make = Callable[..., Loader]
 
 
 def documents() -> list[list[int]]:
