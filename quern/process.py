@@ -254,6 +254,7 @@ def prompt_signals(raised: Mapping[signal.Signals, Callable[[int], BaseException
     def watch() -> None:
         for found in iter(partial(os.read, reader, 1), b""):
             which, since = signal.Signals(found[0]), time.monotonic()
+            time.sleep(TOGETHER_SECONDS)  # in `input`, SIGURG beside a signal whose handler raises is a SystemError
             while signal.getsignal(which) is handle and handled[0] < since - TOGETHER_SECONDS:
                 if time.monotonic() > since + HANDLER_SECONDS:
                     os.write(2, f"{which.name}: ended while it waited\n".encode())

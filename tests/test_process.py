@@ -5,6 +5,8 @@ The waits are in tests/support/waits.py: each runs as a verb of the command line
 """
 
 import json
+import os
+import pty
 import re
 import resource
 import signal
@@ -173,6 +175,32 @@ with prompt_signals({signal.SIGINT: lambda number: raised.append(number) or Keyb
 
 def test_a_signal_is_raised_once_and_not_after_another_handler_took_it() -> None:
     run = subprocess.run([sys.executable, "-c", ONCE], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+PROMPTS = """
+import os, readline, signal, threading
+from quern.process import prompt_signals
+
+with prompt_signals({signal.SIGINT: lambda number: KeyboardInterrupt()}):
+    for _ in range(8):
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            input()
+        except KeyboardInterrupt:
+            pass
+"""
+
+
+def test_a_signal_at_the_prompt_of_a_terminal_raises_its_own_exception() -> None:
+    """Python's `input` calls handlers also while an exception is set: one of a second signal is a SystemError."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", PROMPTS]
+    run = subprocess.run(
+        command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    for file in (ours, theirs):
+        os.close(file)
     assert run.returncode == 0, run.stderr
 
 
