@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from quern.generate.engine import Engine
 from tests.browser.chrome import Chrome
-from tests.browser.parrot import DONE, READY, Page
+from tests.browser.parrot import DONE, READY, Page, make_parrot, visiting
 
 # What a download would be written to a folder is taken from the page instead.
 CATCH_DOWNLOAD = "URL.createObjectURL = (blob) => { window.saved = blob.text(); return 'blob:none'; }"
@@ -76,6 +77,16 @@ def test_names_do_not_end_with_half_a_character(page: Page) -> None:
     page.click("[aria-label^='Export']")
     page.wait("names.length === 1")
     assert page.run("names") == [f"quern-{'n' * 39}.json"]
+
+
+def test_the_chosen_model_outlives_a_reload(browser: Chrome) -> None:
+    engines: dict[str, Engine] = {"one": make_parrot(), "other": make_parrot()}
+    with visiting(browser, engines) as page:
+        page.run("document.getElementById('model').value = 'other'")
+        page.run("document.getElementById('model').onchange()")
+        page.run("delete document.body.dataset.ready, location.reload()")
+        page.wait(READY)
+        assert page.run("document.getElementById('model').value") == "other"
 
 
 def test_a_question_outlives_a_tab_that_is_closed_during_the_reply(page: Page) -> None:

@@ -316,10 +316,11 @@ async function discover() {
   welcome = begun;
   settingsOf.begin(welcome.sampling);
   const select = byId("model");
-  select.replaceChildren(...found.map((model) => el("option", { value: model.id, text: model.id, data: { context: model.max_model_len } })));
-  context = found[0].max_model_len;
-  select.hidden = byId("model-label").hidden = found.length === 1; // one model needs no picker
-  select.onchange = () => { context = Number(select.selectedOptions[0].dataset.context); drawFill(); };
+  const last = history.state?.model; // what was chosen before the page was loaded again
+  select.replaceChildren(...found.map(({ id, max_model_len }) => el("option", { value: id, text: id, selected: id === last, data: { context: max_model_len } })));
+  select.hidden = found.length === 1; // one model needs no picker
+  select.onchange = () => { context = Number(select.selectedOptions[0].dataset.context); history.replaceState({ model: select.value }, ""); drawFill(); };
+  select.onchange();
   if (current.leaf === null && !modeChosen) current.mode = welcome.mode;
   ui.suggest(welcome.suggestions, (text) => { send(text); byId("input").focus(); });
   ui.problem(null);

@@ -50,7 +50,7 @@ export function load() {
   const given = new URLSearchParams(location.hash.slice(1)).get("key"); // the link of `quern serve --lan`
   if (given !== null) {
     settings.key = given;
-    history.replaceState(null, "", location.pathname); // so that nobody reads it over a shoulder, or copies it
+    history.replaceState(history.state, "", location.pathname); // so that nobody reads it over a shoulder, or copies it
     return keep();
   }
   paint();
