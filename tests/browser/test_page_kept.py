@@ -153,6 +153,8 @@ def test_an_open_edit_outlives_what_else_happens(page: Page) -> None:
     page.press("Escape")  # of the field: the edit is given up, the reply goes on
     page.click(".message:nth-child(1) [aria-label='Edit']")
     page.type(".edit textarea", "half an edit")
+    page.press("Enter")
+    assert "wait for its end" in page.texts("#toast")[0]
     page.click("#stop")
     page.wait(DONE)
     page.press("x", ctrl=True, shift=True)

@@ -25,7 +25,8 @@ let keyTried = null; // the API key with which the server was asked last
 let modeChosen = false; // by the user, before the server said which one it would take
 let welcome = { suggestions: [], mode: "chat", sampling: {} };
 
-const free = () => reply === null && !branching;
+/** Whether a reply can begin now; if not, it is said why. */
+const free = () => (reply === null && !branching) || toast("A reply is being written: wait for its end, or stop it.");
 
 // What a message can ask for -----------------------------------------------------------------------------------
 
