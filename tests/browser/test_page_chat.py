@@ -270,7 +270,7 @@ def test_text_from_right_to_left_is_laid_out_so(page: Page) -> None:
         " const end = range.getClientRects()[0]; range.setStart(last, 0); range.setEnd(last, 1);"
         " return end.left < range.getClientRects()[0].left; })"
     )
-    assert ends == [True, True, True, True, True, False], ends
+    assert ends == [True, True, True, True, True, False] and page.count(".markdown ul:dir(rtl)") == 1, ends
     assert page.run("getComputedStyle(document.getElementById('input')).unicodeBidi") == "plaintext"
 
 

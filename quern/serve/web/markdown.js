@@ -93,6 +93,7 @@ export function render(text) {
   }
   for (const span of fragment.querySelectorAll("span.math")) typeset(span);
   for (const pre of fragment.querySelectorAll("pre")) decorate(pre);
+  for (const box of fragment.querySelectorAll("ul, ol, blockquote, table")) box.dir = "auto"; // marks and columns, too
   for (const table of fragment.querySelectorAll("table")) {
     const box = el("div", { class: "table", role: "group", tabindex: 0, "aria-label": "Table" });
     table.replaceWith(box);
