@@ -1,5 +1,9 @@
-"""axe-core finds no violation on any state of the chat page, on the board and in a report, in both colour schemes."""
+"""axe-core finds no violation on any state of the chat page, on the board and in a report, in both colour schemes.
 
+The page is usable with what axe does not see: the keyboard alone, four hundred percent of zoom, forced colours.
+"""
+
+import json
 from pathlib import Path
 
 import pytest
@@ -68,6 +72,37 @@ def test_no_violation_in_any_state(page: Page, axe: str) -> None:
     page.run("for (const more of document.querySelectorAll('details')) more.open = true")
     assert "messages" in page.texts("td") and "Who are you?" in page.texts("pre")[0]
     check(page, axe, "/docs", narrow=True)
+
+
+def test_the_keyboard_scrolls_the_conversation_and_keeps_its_place(page: Page) -> None:
+    """What a pressed button takes away leaves the focus beside it, not on the page as a whole."""
+    page.ask("first", "one")
+    page.ask("second", "two\n\n" * 60, reason="length")
+    page.run("document.getElementById('settings-open').focus()")
+    page.press("Tab")
+    assert page.run("document.activeElement.id") == "conversation"
+    page.press("Home")
+    page.wait("document.getElementById('conversation').scrollTop === 0")
+    focused = "(document.activeElement.ariaLabel ?? document.activeElement.id)"
+
+    def press(selector: str, then: str, reply: str = "fine", key: str = "Enter") -> None:
+        page.engine.will_say(reply)
+        page.run(f"document.querySelector({json.dumps(selector)}).focus()")
+        page.press(key)
+        page.wait(f"{focused} === {json.dumps(then)} && {DONE}")
+
+    last = ".message:last-child"
+    press(f"{last} .text-button", "Reply")
+    press(f"{last} [aria-label='Try again']", "Reply")
+    press(".user [aria-label='Edit']", "Edited message")
+    press(".edit textarea", "Reply")
+    page.engine.will_say(failure=RuntimeError("no"))
+    page.send("third")
+    page.problem()
+    press("#problem button", "Reply")
+    page.click("#new")
+    page.ask("other")
+    press("[aria-label='Delete first']", "conversations")
 
 
 def test_no_violation_on_the_board_and_in_a_report(browser: Chrome, axe: str, tmp_path: Path) -> None:

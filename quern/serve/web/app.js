@@ -47,7 +47,7 @@ const page = {
       const before = addNode(current, null, "user", [{ type: "text", text: textOfTokens([...tokens.slice(1, index), token]) }]);
       answer(current, addNode(current, before.id, "assistant", []));
     },
-  walk: (node) => { walkTo(current, node); keep(current); draw(); focusOn(node); },
+  walk: (node) => { walkTo(current, node); keep(current); draw(); views.get(node.id).bar.querySelector(".walk button:enabled")?.focus(); },
   regenerate: (node, { leaf } = current) => free() && answer(current, addNode(current, node.parent, "assistant", []), { leaf }),
   edited: (node, text) => {
     if (!free()) return;
@@ -111,6 +111,7 @@ async function answer(conversation, node, plan = {}, tokens = []) {
   const own = reply;
   ui.busy(true);
   draw();
+  if (document.activeElement === document.body) views.get(node.id)?.box.focus({ preventScroll: true }); // its button is gone
   ui.follow(true);
   if (conversations.has(conversation.id)) keep(conversation); // the question outlives a closed tab
   announce("The model is replying.");
@@ -264,11 +265,6 @@ function draw() {
   ui.show(current, shown.length === 0, titleOf(current));
   drawFill();
   sidebar.draw(conversations.values(), current.id);
-}
-
-function focusOn(node) {
-  const buttons = views.get(node.id)?.bar.querySelectorAll(".walk button:not(:disabled)");
-  buttons?.[0]?.focus();
 }
 
 function start(mode = welcome.mode) {

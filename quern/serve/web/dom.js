@@ -32,12 +32,12 @@ export function iconButton(name, label, onclick, props = {}) {
   return el("button", { type: "button", class: "icon-button", title: label, "aria-label": label, onclick, ...props }, icon(name));
 }
 
-/** Fills a box again; the focus stays on the button of the same name, of the same item of a list. */
+/** Fills a box again; the focus stays on the button of the same name, of the same item of a list, or else in the box. */
 export function refill(box, ...children) {
   const name = (one) => [one.closest("li")?.dataset.id, one.getAttribute("aria-label") ?? one.textContent].join();
   const held = box.contains(document.activeElement) ? name(document.activeElement) : null;
   box.replaceChildren(...children);
-  if (held !== null) [...box.querySelectorAll("button")].find((one) => name(one) === held)?.focus();
+  if (held !== null) [...box.querySelectorAll("button")].concat(box).find((one) => one === box || name(one) === held).focus();
 }
 
 export const byId = (id) => document.getElementById(id);

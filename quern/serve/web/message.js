@@ -18,7 +18,7 @@ export class MessageView {
     this.bar = el("div", { class: "bar-line" });
     const mine = node.role === "user";
     const label = conversation.mode === "text" ? (mine ? "Your text" : "Continuation") : mine ? "You" : "Reply";
-    this.box = el("article", { class: `message ${node.role}`, "aria-label": label, data: { node: node.id } }, this.body, this.bar);
+    this.box = el("article", { class: `message ${node.role}`, tabindex: -1, "aria-label": label, data: { node: node.id } }, this.body, this.bar);
     this.refresh();
   }
 
