@@ -105,6 +105,15 @@ def test_the_keyboard_scrolls_the_conversation_and_keeps_its_place(page: Page) -
     press("[aria-label='Delete first']", "conversations")
 
 
+def test_a_short_window_has_room_for_the_conversation(page: Page) -> None:
+    """At 400 % of zoom, 1280 x 760 pixels are 320 x 190. A formula that is too wide can be scrolled."""
+    page.ask("sum", f"${'x_1 + ' * 60}y$")
+    page.chrome.screenshot(Path("/dev/null"), width=320, height=190)
+    assert page.run("document.getElementById('conversation').clientHeight") > 80
+    wide = "(({scrollWidth, clientWidth}) => scrollWidth > clientWidth && clientWidth < 320)"
+    assert page.run(f"{wide}(document.querySelector('math'))")
+
+
 def test_no_violation_on_the_board_and_in_a_report(browser: Chrome, axe: str, tmp_path: Path) -> None:
     for seed in range(2):
         board_run(tmp_path, f"run{seed}", seed=seed)

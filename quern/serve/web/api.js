@@ -20,12 +20,7 @@ function headers() {
 
 async function checked(response) {
   if (response.ok) return response;
-  let body = null;
-  try {
-    body = await response.json();
-  } catch {
-    // A proxy's page, not the server's JSON: the status says enough.
-  }
+  const body = await response.json().catch(() => null); // a proxy's page is no JSON: the status says enough
   throw new ApiError(response.status, body?.error);
 }
 

@@ -82,12 +82,8 @@ export class MessageView {
     return { plain };
   }
 
-  ofPart(index) {
-    return this.tokens.filter((token) => token.part === index);
-  }
-
   updateTokens(shown, index) {
-    const tokens = this.node.parts.length === 1 ? this.tokens : this.ofPart(index);
+    const tokens = this.node.parts.length === 1 ? this.tokens : this.tokens.filter((token) => token.part === index);
     shown.tokens.update(tokens, this.measure);
   }
 
