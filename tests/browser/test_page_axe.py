@@ -114,6 +114,20 @@ def test_a_short_window_has_room_for_the_conversation(page: Page) -> None:
     assert page.run(f"{wide}(document.querySelector('math'))")
 
 
+def test_forced_colours_leave_what_only_colours_say(page: Page) -> None:
+    page.ask("first")
+    page.click("#xray")
+    page.wait("document.querySelectorAll('.token.level-1').length > 0")
+    page.chrome.send("Emulation.setEmulatedMedia", features=[{"name": "forced-colors", "value": "active"}])
+    pairs = (
+        ".token.level-1/.text, .level-5/.level-0, #xray/#new, .chosen .open/#new, .modes span/.modes label + label span"
+    )
+    for pair in pairs.split(", "):
+        one, other = (f"getComputedStyle(document.querySelector('{name}')).backgroundColor" for name in pair.split("/"))
+        assert page.run(f"{one} !== {other}"), pair
+    page.chrome.send("Emulation.setEmulatedMedia", features=[])
+
+
 def test_no_violation_on_the_board_and_in_a_report(browser: Chrome, axe: str, tmp_path: Path) -> None:
     for seed in range(2):
         board_run(tmp_path, f"run{seed}", seed=seed)
