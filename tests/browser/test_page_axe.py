@@ -114,7 +114,7 @@ def test_a_short_window_has_room_for_the_conversation(page: Page) -> None:
     assert page.run(f"{wide}(document.querySelector('math'))")
 
 
-def test_forced_colours_leave_what_only_colours_say(page: Page) -> None:
+def test_forced_colours_and_paper_leave_what_only_colours_say(page: Page) -> None:
     page.ask("first")
     page.click("#xray")
     page.wait("document.querySelectorAll('.token.level-1').length > 0")
@@ -125,7 +125,9 @@ def test_forced_colours_leave_what_only_colours_say(page: Page) -> None:
     for pair in pairs.split(", "):
         one, other = (f"getComputedStyle(document.querySelector('{name}')).backgroundColor" for name in pair.split("/"))
         assert page.run(f"{one} !== {other}"), pair
-    page.chrome.send("Emulation.setEmulatedMedia", features=[])
+    page.chrome.send("Emulation.setEmulatedMedia", media="print", features=[])
+    assert page.run("getComputedStyle(document.querySelector('.token')).printColorAdjust") == "exact"
+    page.chrome.send("Emulation.setEmulatedMedia", media="")
 
 
 def test_no_violation_on_the_board_and_in_a_report(browser: Chrome, axe: str, tmp_path: Path) -> None:
@@ -144,3 +146,35 @@ def test_no_violation_on_the_board_and_in_a_report(browser: Chrome, axe: str, tm
                 browser.screenshot(Path("/dev/null"), width=width, height=760, dark=dark)
                 assert browser.run(RUN) == [], f"{path or 'board'}, {width} pixels"
                 assert browser.run("document.documentElement.scrollWidth") == width
+
+
+COLOURED = """(() => {
+  const canvas = document.querySelector('#plot canvas');
+  const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  return data.filter((red, at) => at % 4 === 0 && Math.abs(red - data[at + 2]) > 60).length;
+})()"""
+"""Counts the pixels of the plot that are not grey."""
+
+
+def test_the_board_and_a_report_in_forced_colours_and_on_paper(browser: Chrome, tmp_path: Path) -> None:
+    """Lines of the board have different colours, and a report has its intervals, which are backgrounds."""
+    board_run(tmp_path, "other")
+    build(write_run(tmp_path / "runs" / "run0"))
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    forced = {"name": "forced-colors", "value": "active"}
+    with board(tmp_path) as server:
+        browser.send("Emulation.setEmulatedMedia", features=[dark, forced])
+        open_board(browser, server.url)
+        browser.wait("document.querySelectorAll('#lines .swatch').length === 2")
+        colours = "[...document.querySelectorAll('#lines .swatch')].map((one) => getComputedStyle(one).color)"
+        first, second = browser.run(colours)
+        assert first != second
+        assert browser.run(COLOURED) > 99, "the canvas has the colours of the lines"
+        browser.open(f"{server.url}/report/run0")
+        style = "getComputedStyle(document.querySelector('{}')).{}".format
+        assert browser.run(style(".plot .range", "backgroundColor")) != browser.run(style(".plot", "backgroundColor"))
+        browser.send("Emulation.setEmulatedMedia", media="print", features=[dark])
+        assert browser.run(style("body", "color")) == "rgb(37, 33, 27)"
+        assert browser.run(style(".plot .range", "printColorAdjust")) == "exact"
+        browser.send("Emulation.setEmulatedMedia", media="", features=[])
+    assert browser.problems == []

@@ -6,9 +6,9 @@ const COLOURS = 6;
 export const swatchClass = (index) => `swatch k${index % COLOURS}${index >= COLOURS ? " dashed" : ""}`;
 
 // Resolves the palette of board.css, which depends on light or dark, to colours for the canvas.
-function palette() {
+function palette(box) {
   const probe = document.createElement("span");
-  document.body.append(probe);
+  box.append(probe);
   const colour = (name) => { probe.className = name; return getComputedStyle(probe).color; };
   const found = {
     lines: Array.from({ length: COLOURS }, (_, index) => colour(`k${index}`)),
@@ -30,7 +30,7 @@ export class Plot {
     this.onZoom = onZoom;
     this.zoom = null;
     this.plot = null;
-    this.colours = palette();
+    this.colours = palette(this.box);
     new ResizeObserver(() => this.resize()).observe(box);
     box.addEventListener("keydown", (event) => this.key(event));
   }
@@ -72,7 +72,7 @@ export class Plot {
   }
 
   recolour() {
-    this.colours = palette();
+    this.colours = palette(this.box);
     this.shape = null;
   }
 
