@@ -156,15 +156,20 @@ COLOURED = """(() => {
 """Counts the pixels of the plot that are not grey."""
 
 
-def test_the_board_and_a_report_in_forced_colours_and_on_paper(browser: Chrome, tmp_path: Path) -> None:
+def test_the_board_and_a_report_in_forced_colours_on_paper_and_without_storage(browser: Chrome, tmp_path: Path) -> None:
     """Lines of the board have different colours, and a report has its intervals, which are backgrounds."""
     board_run(tmp_path, "other")
     build(write_run(tmp_path / "runs" / "run0"))
     dark = {"name": "prefers-color-scheme", "value": "dark"}
     forced = {"name": "forced-colors", "value": "active"}
+    denied = (
+        "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('denied', 'SecurityError'); }})"
+    )
+    script = browser.send("Page.addScriptToEvaluateOnNewDocument", source=denied)
     with board(tmp_path) as server:
         browser.send("Emulation.setEmulatedMedia", features=[dark, forced])
         open_board(browser, server.url)
+        browser.send("Page.removeScriptToEvaluateOnNewDocument", **script)
         browser.wait("document.querySelectorAll('#lines .swatch').length === 2")
         colours = "[...document.querySelectorAll('#lines .swatch')].map((one) => getComputedStyle(one).color)"
         first, second = browser.run(colours)

@@ -208,6 +208,8 @@ function groupedLines(drawn) {
 
 // Start -----------------------------------------------------------------------------------------------------
 
+let kept = {};
+try { kept = localStorage; } catch {} // switched off: a theme lasts as long as the page
 let speaking;
 const plot = new Plot(element("plot"), {
   onZoom: (zoomed) => { element("reset").hidden = !zoomed; },
@@ -289,7 +291,7 @@ element("more").addEventListener("click", () => { view.limit += PAGE_ROWS; show(
 element("live").addEventListener("click", () => { setLive(!live); if (live) update(); });
 element("values").addEventListener("toggle", showPoints);
 element("theme").addEventListener("change", (event) => {
-  localStorage.setItem("quern-board-theme", event.target.value);
+  kept["quern-board-theme"] = event.target.value;
   setTheme(event.target.value);
   show();
 });
@@ -301,5 +303,5 @@ document.addEventListener("keydown", (event) => {
 });
 readAddress();
 const schemes = [...element("theme").options].map((option) => option.value);
-setTheme(schemes.find((scheme) => scheme === localStorage.getItem("quern-board-theme")) ?? schemes[0]);
+setTheme(schemes.find((scheme) => scheme === kept["quern-board-theme"]) ?? schemes[0]);
 poll();
