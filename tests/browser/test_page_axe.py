@@ -83,6 +83,9 @@ def test_the_keyboard_scrolls_the_conversation_and_keeps_its_place(page: Page) -
     assert page.run("document.activeElement.id") == "conversation"
     page.press("Home")
     page.wait("document.getElementById('conversation').scrollTop === 0")
+    hebrew = "{key: '\u05dc', code: 'KeyK', ctrlKey: true, bubbles: true}"
+    page.run(f"document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {hebrew}))")
+    assert page.run("document.activeElement.id") == "search"
     focused = "(document.activeElement.ariaLabel ?? document.activeElement.id)"
 
     def press(selector: str, then: str, reply: str = "fine", key: str = "Enter") -> None:

@@ -146,7 +146,7 @@ export function follow(asked) {
 
 function onKey(event) {
   const command = event.ctrlKey || event.metaKey;
-  const key = event.key.toLowerCase();
+  const key = (event.key > "~" ? event.code.replace("Key", "") : event.key).toLowerCase(); // "ל" has the place of "k"
   const actions = {
     k: () => { if (byId("sidebar").inert || document.body.classList.contains("list-folded")) on.toggleList(); byId("search").focus(); byId("search").select(); },
     b: on.toggleList,
