@@ -163,8 +163,8 @@ def test_the_board_and_a_report_in_forced_colours_on_paper_and_without_storage(b
     """Lines of the board have different colours, and a report has its intervals, which are backgrounds."""
     board_run(tmp_path, "other")
     build(write_run(tmp_path / "runs" / "run0"))
-    dark = {"name": "prefers-color-scheme", "value": "dark"}
-    forced = {"name": "forced-colors", "value": "active"}
+    media = {"prefers-color-scheme": "dark", "forced-colors": "active", "prefers-reduced-motion": "reduce"}
+    dark, forced, still = ({"name": name, "value": value} for name, value in media.items())
     denied = (
         "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('denied', 'SecurityError'); }})"
     )
@@ -181,8 +181,9 @@ def test_the_board_and_a_report_in_forced_colours_on_paper_and_without_storage(b
         browser.open(f"{server.url}/report/run0")
         style = "getComputedStyle(document.querySelector('{}')).{}".format
         assert browser.run(style(".plot .range", "backgroundColor")) != browser.run(style(".plot", "backgroundColor"))
-        browser.send("Emulation.setEmulatedMedia", media="print", features=[dark])
+        browser.send("Emulation.setEmulatedMedia", media="print", features=[dark, still])
         assert browser.run(style("body", "color")) == "rgb(37, 33, 27)"
+        assert browser.run(style("html", "scrollBehavior")) == "auto"
         assert browser.run(style(".plot .range", "printColorAdjust")) == "exact"
         browser.send("Emulation.setEmulatedMedia", media="", features=[])
     assert browser.problems == []
