@@ -184,6 +184,7 @@ def test_the_board_and_a_report_in_forced_colours_on_paper_and_without_storage(b
         browser.send("Emulation.setEmulatedMedia", media="print", features=[dark, still])
         assert browser.run(style("body", "color")) == "rgb(37, 33, 27)"
         assert browser.run(style("html", "scrollBehavior")) == "auto"
+        assert {browser.run(style(name, "unicodeBidi")) for name in (".completion", ".bubble")} == {"plaintext"}
         assert browser.run(style(".plot .range", "printColorAdjust")) == "exact"
         browser.send("Emulation.setEmulatedMedia", media="", features=[])
     assert browser.problems == []

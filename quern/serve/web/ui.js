@@ -34,7 +34,9 @@ export function prepare(actions) {
   const input = byId("input");
   byId("form").addEventListener("submit", (event) => {
     event.preventDefault();
-    if (on.send(input.value)) write("");
+    if (!on.send(input.value)) return;
+    input.value = "";
+    fit();
   });
   input.addEventListener("input", fit);
   input.addEventListener("keydown", (event) => {
@@ -192,11 +194,6 @@ export function problem(text, retry = null, label = "Try again") {
   const button = retry === null ? null : el("button", { type: "button", class: "text-button", text: label, onclick: retry });
   box.replaceChildren(el("span", { text: text ?? "" }), ...(button === null ? [] : [button]));
   follow(false);
-}
-
-export function write(text) {
-  byId("input").value = text;
-  fit();
 }
 
 /** The field is as high as what is written in it. */
