@@ -167,6 +167,9 @@ def test_curves_axes_groups_and_filter(chrome: Chrome, url: str) -> None:
     open_board(chrome, url, chrome.run("location.hash"))
     assert text(chrome, "#plot-heading") == "Training loss, nats per token over seconds in steps"
     assert len(rows(chrome, "runs")) == 3
+    chrome.run("location.hash = 'runs-heading', location.hash = 'filter=s1'")  # a bookmark, in the same tab
+    until_rows(chrome, "runs", 2)
+    assert text(chrome, "#plot-heading") == f"{BITS} over steps"
 
 
 def test_stages_stand_under_their_run_which_is_opened_renamed_and_removed(chrome: Chrome, url: str, out: Path) -> None:

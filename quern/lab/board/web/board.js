@@ -301,6 +301,12 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   element("filter").focus();
 });
+window.addEventListener("hashchange", () => { // a bookmark that is opened in the same tab, or the link to the table
+  if (!location.hash.includes("=")) return;
+  chooseStudy("");
+  readAddress();
+  update();
+});
 readAddress();
 const schemes = [...element("theme").options].map((option) => option.value);
 setTheme(schemes.find((scheme) => scheme === kept["quern-board-theme"]) ?? schemes[0]);
