@@ -43,12 +43,12 @@ def counted(number: int, noun: str) -> str:
 def listed(texts: Mapping[str, str], longest: int = 99) -> str:
     """Names and their texts in two columns, wrapped at the width of the terminal.
 
-    A name of more than `longest` characters has its text below it.
+    A name of more than `longest` characters, or of more than half a narrow terminal, has its text below it.
     """
-    room = max((len(name) for name in texts if len(name) <= longest), default=longest) + 4
-    width, lines = max(20, shutil.get_terminal_size().columns - 1 - room), list[str]()
+    columns, lines = max(40, shutil.get_terminal_size().columns), list[str]()
+    room = min(max((len(name) for name in texts if len(name) <= longest), default=longest) + 4, columns - 21)
     for name, text in texts.items():
-        parts = ["" for _ in range(len(name) + 4 > room)] + textwrap.wrap(text, width)
+        parts = ["" for _ in range(len(name) + 4 > room)] + textwrap.wrap(text, columns - 1 - room)
         lines += [f"{'' if number else f'  {name}':{room}}{part}".rstrip() for number, part in enumerate(parts)]
     return "\n".join(lines)
 

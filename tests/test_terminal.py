@@ -1,4 +1,4 @@
-"""Progress: silent while it is quick, plain lines where there is no terminal, one bar where there is one."""
+"""Progress: silent while it is quick, plain lines without a terminal, one bar where there is one; two columns."""
 
 import os
 import pty
@@ -6,7 +6,7 @@ import select
 
 import pytest
 
-from quern.terminal import PATIENCE_SECONDS, PLAIN_LINE_SECONDS, Meter
+from quern.terminal import PATIENCE_SECONDS, PLAIN_LINE_SECONDS, Meter, listed
 
 
 def long_since(meter: Meter) -> Meter:
@@ -75,3 +75,14 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
         "grinding [de] (sacks)" in shown and "3/10" in shown and "fine [/b]" in shown and "a stone broke\r\n" in shown
     )
     assert shown.rstrip().endswith("\x1b[2K")  # the bar's line is cleared
+
+
+def test_two_columns_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = listed({"grind SACKS": "turns grain into flour", "temperature NUMBER": "sets it"}).splitlines()
+    assert lines == [
+        "  grind SACKS      turns grain into",
+        "                   flour",
+        "  temperature NUMBER",
+        "                   sets it",
+    ]
