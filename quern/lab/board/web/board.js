@@ -308,6 +308,5 @@ window.addEventListener("hashchange", () => { // a bookmark that is opened in th
   update();
 });
 readAddress();
-const schemes = [...element("theme").options].map((option) => option.value);
-setTheme(schemes.find((scheme) => scheme === kept["quern-board-theme"]) ?? schemes[0]);
+setTheme([...element("theme").options].find(({ value }) => value === kept["quern-board-theme"])?.value ?? "light dark");
 poll();
