@@ -103,6 +103,7 @@ def test_the_card_tells_a_token_and_its_alternatives(page: Page) -> None:
         "rank": "1",
         "entropy": f"≥ {bits:.2f} bits",
     }
+    assert page.texts("#status") == [f"probability {facts['probability']}"], "a screen reader says it with the token"
     page.press("Enter")
     assert page.run("document.activeElement.className") == "alternative"
     assert page.count(".alternative") == 4 and page.count(".alternative:disabled") == 1

@@ -1,7 +1,7 @@
 // Token x-ray: every token coloured by its probability, its rank or the entropy of its place, with the alternatives
 // that the model saw there. All numbers are the model's at temperature 1, before any setting of the sampling.
 
-import { byId, el } from "./dom.js";
+import { announce, byId, el } from "./dom.js";
 
 export const MEASURES = {
   probability: { label: "Probability", low: "likely", high: "unlikely" },
@@ -140,6 +140,8 @@ export class TokenView {
     this.box.setAttribute("aria-activedescendant", span.id);
     span.scrollIntoView({ block: "nearest" });
     card.show(this, index, false);
+    const { logprob } = this.tokens[index];
+    announce(logprob === null ? "no probability" : `probability ${percent(Math.exp(logprob))}`); // an option has its text alone
   }
 
   open(index) {
@@ -155,10 +157,7 @@ class Card {
     this.timer = 0;
     this.pinned = false;
     this.view = null;
-  }
-
-  get box() {
-    return byId("token-card");
+    this.box = byId("token-card");
   }
 
   show(view, index, pin) {
