@@ -188,3 +188,27 @@ def test_the_board_and_a_report_in_forced_colours_on_paper_and_without_storage(b
         assert browser.run(style(".plot .range", "printColorAdjust")) == "exact"
         browser.send("Emulation.setEmulatedMedia", media="", features=[])
     assert browser.problems == []
+
+
+def test_nothing_is_cut_at_the_edge_of_the_paper(page: Page, tmp_path: Path) -> None:
+    board_run(tmp_path, "a-rather-long-name-of-a-run")
+    build(write_run(tmp_path / "runs" / "run0"))
+    chrome = page.chrome
+
+    def cut(width: int) -> list[str]:
+        """What could only be scrolled to."""
+        chrome.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        chrome.send("Emulation.setEmulatedMedia", media="print")
+        boxes = "[...document.querySelectorAll('.scroll, pre')].filter((box) => box.scrollWidth > box.clientWidth)"
+        found = chrome.run(f"{boxes}.map((box) => box.textContent)")
+        chrome.send("Emulation.setEmulatedMedia", media="")
+        return found
+
+    page.ask("code", f"```\n{'long_name + ' * 40}\n```")
+    assert cut(700) == []
+    with board(tmp_path) as server:
+        open_board(chrome, server.url)
+        assert cut(700) == []
+        chrome.open(f"{server.url}/report/run0")
+        chrome.run("for (const one of document.querySelectorAll('details')) one.open = true")
+        assert cut(560) == []
