@@ -92,7 +92,10 @@ export function render(text) {
     link.target = "_blank";
   }
   for (const span of fragment.querySelectorAll("span.math")) typeset(span);
-  for (const pre of fragment.querySelectorAll("pre")) decorate(pre);
+  for (const pre of fragment.querySelectorAll("pre")) {
+    const [, language = ""] = /^language-([\w+#.-]{1,20})/.exec(pre.querySelector("code")?.className) ?? [];
+    codeBox(language, pre);
+  }
   for (const box of fragment.querySelectorAll("ul, ol, blockquote, table")) box.dir = "auto"; // marks and columns, too
   for (const table of fragment.querySelectorAll("table")) {
     const box = el("div", { class: "table", role: "group", tabindex: 0, "aria-label": "Table" });
@@ -110,12 +113,6 @@ function typeset(span) {
   } catch {
     span.replaceChildren(el("code", { text: tex }));
   }
-}
-
-function decorate(pre) {
-  const code = pre.querySelector("code");
-  const language = /^language-([\w+#.-]{1,20})/.exec(code?.className ?? "")?.[1] ?? "";
-  codeBox(language, pre);
 }
 
 /** A box with a head, language and copy button, around `pre` in its place; without `pre`, around a new one. */

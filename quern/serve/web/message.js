@@ -1,7 +1,7 @@
 // One message on the page: its text, calls, tokens, figures and buttons. It is told what to show, and keeps no state of
 // the conversation.
 
-import { copy, el, icon, iconButton, refill, toast } from "./dom.js";
+import { byId, copy, el, icon, iconButton, refill, toast } from "./dom.js";
 import { MarkdownView } from "./stream.js";
 import { siblings, textOf } from "./tree.js";
 import { TokenView } from "./xray.js";
@@ -212,7 +212,7 @@ function line(stats) {
 function describe(node) {
   const { stats } = node;
   if (!stats || stats.tokens === undefined) return "";
-  const said = [line(stats)];
+  const said = byId("model").hidden || !node.model ? [line(stats)] : [node.model, line(stats)];
   if (stats.cached > 0) said.push(`${stats.cached} of ${stats.prompt} prompt tokens cached`);
   if (node.finish === "length") said.push("cut at the longest length");
   if (node.finish === "stopped") said.push("stopped");

@@ -63,12 +63,8 @@ export class MarkdownView {
     }
   }
 
-  block() {
-    return el("div", { class: "block" });
-  }
-
   close(text) {
-    const block = this.block();
+    const block = el("div", { class: "block" });
     block.append(render(text));
     if (this.open === null) this.box.append(block);
     else this.open.replaceWith(block);
@@ -78,7 +74,7 @@ export class MarkdownView {
 
   grow(text) {
     if (this.open === null) {
-      this.open = this.block();
+      this.open = el("div", { class: "block" });
       this.box.append(this.open);
     }
     const fence = FENCE.exec(text.slice(0, 200));
