@@ -108,6 +108,21 @@ def test_the_keyboard_scrolls_the_conversation_and_keeps_its_place(page: Page) -
     press("[aria-label='Delete first']", "conversations")
 
 
+def test_what_was_deleted_in_the_list_of_a_phone_is_brought_back(page: Page) -> None:
+    page.ask("first")
+    page.click("#new")
+    page.chrome.screenshot(Path("/dev/null"), width=390, height=760)
+    page.click("#menu")
+    page.click("[aria-label='Delete first']")
+    page.wait("document.querySelector('#toast button') !== null")
+    box = page.run(
+        "(({x, y}) => ({x: x + 9, y: y + 9}))(document.querySelector('#toast button').getBoundingClientRect())"
+    )
+    for kind in ("mousePressed", "mouseReleased"):
+        page.chrome.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **box)
+    page.wait("document.querySelectorAll('.message').length === 2")
+
+
 def test_a_short_window_has_room_for_the_conversation(page: Page) -> None:
     """At 400 % of zoom, 1280 x 760 pixels are 320 x 190. A formula that is too wide can be scrolled."""
     page.ask("sum", f"${'x_1 + ' * 60}y$")
