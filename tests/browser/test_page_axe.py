@@ -15,6 +15,7 @@ from tests.browser.parrot import DONE, Page
 from tests.browser.test_board import board, open_board
 from tests.browser.test_board import write_run as board_run
 from tests.browser.test_page_chat import MARKDOWN
+from tests.browser.test_page_kept import import_file
 from tests.report.synthetic_run import add_rl, write_run
 from tests.support.npm import installed
 
@@ -108,7 +109,7 @@ def test_the_keyboard_scrolls_the_conversation_and_keeps_its_place(page: Page) -
     press("[aria-label='Delete first']", "conversations")
 
 
-def test_what_was_deleted_in_the_list_of_a_phone_is_brought_back(page: Page) -> None:
+def test_what_is_done_in_the_list_of_a_phone_is_told_and_undone(page: Page, tmp_path: Path) -> None:
     page.ask("first")
     page.click("#new")
     page.chrome.screenshot(Path("/dev/null"), width=390, height=760)
@@ -121,6 +122,9 @@ def test_what_was_deleted_in_the_list_of_a_phone_is_brought_back(page: Page) -> 
     for kind in ("mousePressed", "mouseReleased"):
         page.chrome.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **box)
     page.wait("document.querySelectorAll('.message').length === 2")
+    page.click("#menu")
+    import_file(page, tmp_path / "damaged.json", "{")
+    assert page.problem() and page.run("document.getElementById('sidebar').inert")
 
 
 def test_a_short_window_has_room_for_the_conversation(page: Page) -> None:

@@ -353,6 +353,7 @@ async function main() {
         toast(count === 1 ? "Imported a conversation." : `Imported ${count} conversations.`);
       } catch (error) {
         ui.problem(error.message);
+        if (sidebar.isNarrow()) sidebar.toggle(false); // the list lies over it
         sidebar.draw(conversations.values(), current.id); // what there was room for
       }
     },
