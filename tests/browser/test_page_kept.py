@@ -86,8 +86,7 @@ def test_the_chosen_model_outlives_a_reload(browser: Chrome) -> None:
         page.run("document.getElementById('model').onchange()")
         page.ask("first")
         assert page.texts(".stats")[0].startswith("other · "), "which model it was"
-        page.run("delete document.body.dataset.ready, location.reload()")
-        page.wait(READY)
+        page.open(fresh=False)
         assert page.run("document.getElementById('model').value") == "other"
 
 
