@@ -109,6 +109,17 @@ def test_the_keyboard_scrolls_the_conversation_and_keeps_its_place(page: Page) -
     press("[aria-label='Delete first']", "conversations")
 
 
+def test_the_place_stays_when_another_version_is_shown(page: Page) -> None:
+    for number in range(4):
+        page.ask(f"{number}?", "word\n\n" * 20)
+    page.click(".message:nth-child(2) [aria-label='Try again']", reply="short")
+    page.until_said("0?", "short")
+    page.click(".message:nth-child(2) [aria-label='Previous version']")
+    page.wait("document.querySelectorAll('.message').length === 8 && !document.getElementById('to-end').hidden")
+    page.run("new Promise((done) => setTimeout(() => done(1), 200))")
+    assert page.run("document.activeElement.getBoundingClientRect().y") > 0, "its buttons are in view"
+
+
 def test_what_is_done_in_the_list_of_a_phone_is_told_and_undone(page: Page, tmp_path: Path) -> None:
     page.ask("first")
     page.click("#new")

@@ -47,7 +47,7 @@ const page = {
       const before = addNode(current, null, "user", [{ type: "text", text: textOfTokens([...tokens.slice(1, index), token]) }]);
       answer(current, addNode(current, before.id, "assistant", []));
     },
-  walk: (node) => { walkTo(current, node); keep(current); draw(); views.get(node.id).bar.querySelector(".walk button:enabled")?.focus(); },
+  walk: (node) => { walkTo(current, node); keep(current); draw(); ui.follow(false); views.get(node.id).bar.querySelector(".walk button:enabled")?.focus(); },
   regenerate: (node, { leaf } = current) => free() && answer(current, addNode(current, node.parent, "assistant", []), { leaf }),
   edited: (node, text) => {
     if (!free()) return;
@@ -191,7 +191,7 @@ function drawLive() {
   view.update(false);
   view.drawLive(reply);
   drawFill();
-  ui.follow(false);
+  ui.follow();
 }
 
 /** How much of the context the shown branch takes: what the server counted last, and the tokens that were said since. */

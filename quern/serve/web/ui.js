@@ -114,19 +114,15 @@ function prepareFollowing() {
   const view = byId("conversation");
   let [top, height] = [0, 0];
   view.addEventListener("scroll", () => {
-    const near = view.scrollHeight - view.scrollTop - view.clientHeight < NEAR;
+    const near = isNearEnd(view);
     // Only a reader scrolls up while the content stays: messages that come into view change their height.
     if (near && view.scrollTop >= top) following = true;
     else if (!near && view.scrollTop < top && view.scrollHeight === height) following = false;
     [top, height] = [view.scrollTop, view.scrollHeight];
-    byId("to-end").hidden = following;
+    byId("to-end").hidden = following || near;
   }, { passive: true });
   // While a reply arrives, its height may change with every scroll event: wheel and finger tell what the reader wants.
-  const scrollsUp = () => {
-    if (view.scrollTop === 0) return;
-    following = false;
-    byId("to-end").hidden = false;
-  };
+  const scrollsUp = () => view.scrollTop > 0 && follow(false);
   let finger = 0;
   view.addEventListener("wheel", (event) => { if (event.deltaY < 0) scrollsUp(); }, { passive: true });
   view.addEventListener("touchstart", (event) => { finger = event.touches[0].clientY; }, { passive: true });
@@ -134,16 +130,18 @@ function prepareFollowing() {
     if (event.touches[0].clientY > finger) scrollsUp();
     finger = event.touches[0].clientY;
   }, { passive: true });
-  new ResizeObserver(() => follow(false)).observe(byId("messages"));
+  new ResizeObserver(() => follow()).observe(byId("messages"));
   byId("to-end").addEventListener("click", () => follow(true));
 }
 
-/** Scrolls to the end, if the reader is there or it is asked for. */
-export function follow(asked) {
-  if (asked) following = true;
+const isNearEnd = (view) => view.scrollHeight - view.scrollTop - view.clientHeight < NEAR;
+
+/** Scrolls to the end if the reader is there or it is asked for; false: stays, from now on. */
+export function follow(asked = following) {
+  following = asked;
   const view = byId("conversation");
   if (following) view.scrollTop = view.scrollHeight;
-  if (asked) byId("to-end").hidden = true;
+  byId("to-end").hidden = following || isNearEnd(view);
 }
 
 function onKey(event) {
@@ -193,7 +191,7 @@ export function problem(text, retry = null, label = "Try again") {
   box.hidden = text === null;
   const button = retry === null ? null : el("button", { type: "button", class: "text-button", text: label, onclick: retry });
   box.replaceChildren(el("span", { text: text ?? "" }), ...(button === null ? [] : [button]));
-  follow(false);
+  follow();
 }
 
 /** The field is as high as what is written in it. */
