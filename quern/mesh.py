@@ -14,7 +14,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -34,7 +34,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 SET_UP_TIMEOUT = timedelta(minutes=20)
 """Time limit of meeting and of every collective: ranks load data and compile at different speeds."""
-
 
 WAITING = "waiting: "
 """How the names of waits begin in a profile (train/timeline.py)."""
@@ -286,6 +285,26 @@ def connect(
     return Mesh(ranks // tp, tp, rank, **groups, progress=progress, store=store, zero=zero)
 
 
+def await_listener(host: str, port: int, seconds: float, who: str, own: bool = False) -> bool:
+    """Waits until a process listens there. Raises TimeoutError, which names `who` should.
+
+    own: Returns True, without waiting, if the address is this machine's and its port is free.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        with suppress(OSError):
+            for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) * own:
+                with suppress(OSError), socket.socket(family, kind, protocol) as tried:
+                    tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    tried.bind(address)
+                    return True
+            socket.create_connection((host, port), timeout=1).close()
+            return False
+        if time.monotonic() >= until:
+            raise TimeoutError(f"{who} did not answer at {host}:{port} within {seconds:.0f} s: start it")
+        time.sleep(0.1)
+
+
 def _open_store(rank: int, ranks: int, timeout: timedelta) -> Any:
     """Opens the store that torchrun's variables name. Rank 0 hosts it, unless torchrun's agent does.
 
@@ -294,21 +313,11 @@ def _open_store(rank: int, ranks: int, timeout: timedelta) -> Any:
     given = environment()
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given]:
         raise ValueError(f"WORLD_SIZE is {ranks}, so set {' and '.join(missing)} too: the address of rank 0")
-    host, port, until = given["MASTER_ADDR"], int(given["MASTER_PORT"]), time.monotonic() + timeout.total_seconds()
+    host, port = given["MASTER_ADDR"], int(given["MASTER_PORT"])
     hosts = rank == 0 and given.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    while not hosts:
-        try:
-            socket.create_connection((host, port), timeout=1).close()
-            break
-        except OSError as error:
-            if time.monotonic() >= until:
-                within = f"within {timeout.total_seconds():.0f} s"
-                raise TimeoutError(f"rank 0 of {ranks} did not answer at {host}:{port} {within}: start it") from error
-            time.sleep(0.1)
-    left = timedelta(seconds=max(1.0, until - time.monotonic()))
-    store = TCPStore(host, port, ranks, hosts, left, wait_for_workers=False, multi_tenant=True)
-    store.set_timeout(timeout)  # for later calls of the store
-    return store
+    if not hosts:
+        await_listener(host, port, timeout.total_seconds(), f"rank 0 of {ranks}")
+    return TCPStore(host, port, ranks, hosts, timeout, wait_for_workers=False, multi_tenant=True)
 
 
 def _meet(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:

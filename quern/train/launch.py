@@ -31,7 +31,7 @@ import torch
 from quern import compiler
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import Machine
-from quern.mesh import EVALUATING, Mesh, PeersLostError, alone, connect, disconnect
+from quern.mesh import EVALUATING, Mesh, PeersLostError, alone, await_listener, connect, disconnect
 from quern.process import environment, prompt_signals, set_child_env, waiting
 from quern.process import to_stderr as _log
 from quern.temporaries import plainly, scratch_folder, write_whole
@@ -51,8 +51,6 @@ CONNECT_SECONDS = 60.0
 """Seconds in which the ranks may connect, once all of them have arrived."""
 USERS = (ValueError, OSError, ImportError, CheckpointError)
 """Before training, these errors are for the user to correct: one rank reports them, and nothing restarts."""
-EXPECTED = (*USERS, RuntimeError)
-"""These errors are reported without a traceback."""
 
 
 class Place(NamedTuple):
@@ -136,16 +134,20 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.launcher.api import LaunchConfig
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # if it was imported before
-    config = LaunchConfig(nodes, nodes, ranks)  # for torch's defaults
-    meeting = RendezvousParameters("c10d", rendezvous, "quern", nodes, nodes, timeout=MEET_SECONDS)
     machines = f"the machines of --nodes {nodes} at {rendezvous}" if nodes > 1 else "torch, which starts the ranks"
-    with waiting(machines, MEET_SECONDS):
-        handler = get_rendezvous_handler(meeting)
+    with waiting(machines, MEET_SECONDS):  # torch waits for a minute, and does not know all addresses of this machine
+        hosts = await_listener(*parse_rendezvous_endpoint(rendezvous, 0), MEET_SECONDS, "the machine", own=True)
+        limits = {"timeout": MEET_SECONDS, "is_host": hosts}
+        try:
+            handler = get_rendezvous_handler(RendezvousParameters("c10d", rendezvous, "quern", nodes, nodes, **limits))
+        except RendezvousConnectionError as error:
+            raise ConnectionError(f"what answers at {rendezvous} is not quern: give another port") from error
     meet = handler.next_rendezvous
 
     def next_rendezvous() -> Any:
@@ -160,8 +162,7 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
         entrypoint=sys.executable,
         args=("-m", "quern.cli.main", *arguments),
         max_restarts=restarts,
-        monitor_interval=config.monitor_interval,
-        numa_options=config.numa_options,
+        numa_options=LaunchConfig(nodes, nodes, ranks).numa_options,  # torch's default
     )
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(folder)), exit_barrier_timeout=EXIT_SECONDS)
 
@@ -179,8 +180,8 @@ def _supervise(agent: Any, restarts: int, nodes: int) -> str:
         return "another machine was asked to stop before training began, or has ended"
     except RendezvousTimeoutError:
         return f"not all of {nodes} machines arrived within {MEET_SECONDS / 60:.0f} minutes"
-    except RendezvousError as error:
-        return f"cannot reach the other machines: {error}"
+    except RendezvousError:
+        return "the machine of --rendezvous is lost: start the command again on every machine, with --resume"
     finally:
         agent.get_worker_group().spec.rdzv_handler.shutdown()
     failures = sorted(result.failures.items()) if result else []
@@ -232,8 +233,7 @@ def _send(agent: Any, which: signal.Signals, skipped: Set[int] = frozenset()) ->
 
 def finish(code: int) -> int:
     """Returns the exit code of a rank whose command ended by itself: under `launch` 0, and a file holds `code`."""
-    path = environment().get(RESULT)
-    if path is None:
+    if (path := environment().get(RESULT)) is None:
         return code
     if place().local_rank == 0:
         write_whole(Path(path), json.dumps(code))
@@ -344,7 +344,7 @@ def _report(error: BaseException, here: Place, log: Callable[[str], None], heart
     reason = f"rank {here.rank} failed {at}: {type(error).__name__}: {error}"
     with contextlib.suppress(RuntimeError):  # the store may be gone
         heartbeat.report(reason)
-    if not isinstance(error, EXPECTED) or environment().get("QUERN_TRACEBACK"):
+    if not isinstance(error, (*USERS, RuntimeError)) or environment().get("QUERN_TRACEBACK"):
         traceback.print_exception(error)
     log(f"{reason}; all end")
     return 1

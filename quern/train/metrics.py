@@ -59,8 +59,7 @@ def line(run: Any, last: Any, window: Window, lr: float, peak_flops: float) -> d
     lr: the multiplier of the learning rates in the last step; peak_flops: peak FLOPs of the machine per second.
     """
     loss = run.unlogged_nats / run.unlogged_tokens if run.unlogged_tokens else last.loss  # since the last line
-    found = counts(run)
-    found |= {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}  # e^710 exceeds a float
+    found = counts(run) | {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}  # e^710 overflows
     if window.seconds:
         found["tokens_per_second"] = round(window.positions / window.seconds, 1)
         found["mfu"] = round(window.flops / window.seconds / peak_flops, 4)

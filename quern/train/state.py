@@ -19,7 +19,6 @@ from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.model.count import Flops, weightless
 from quern.optim.groups import make_groups
-from quern.parallel.sharding import Slice
 from quern.parallel.zero2 import Zero2
 from quern.parallel.zero3 import Zero3
 from quern.recipe import Resolved
@@ -74,12 +73,8 @@ class TrainState(Counters):
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by logical name; views of live memory. On one process only."""
         if self.optimizer.mesh.world.size > 1:
-            raise ValueError("the state is spread over several processes: read it by `slices`")
-        return {name: part.tensor for name, part in self.slices().items()}
-
-    def slices(self) -> dict[str, Slice]:
-        """The part of `tensors` that this rank holds."""
-        return self.optimizer.slices()
+            raise ValueError("the state is spread over several processes: read it by `optimizer.slices`")
+        return {name: part.tensor for name, part in self.optimizer.slices().items()}
 
     def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
         """Restores the state that `tensors` and `meta` returned, bit for bit."""

@@ -95,7 +95,7 @@ class TorchBackend:
             return evaluator(self.run)
 
     def save(self) -> list[dict[str, Slice]]:
-        return [self.run.slices()]
+        return [self.run.optimizer.slices()]
 
     def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
         self.run.restore(tensors, meta)

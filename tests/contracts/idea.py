@@ -131,7 +131,7 @@ def apart_on_ranks(mesh: Mesh, names: list[str], folder: str) -> dict[str, float
                 recipe = toy(name)
                 state = state_of(recipe, mesh)
                 train(state, recipe, 0, STEPS)
-            expected, slices = torch.load(Path(folder, name)), state.slices()
+            expected, slices = torch.load(Path(folder, name)), state.optimizer.slices()
             parts = [part.tensor for part in slices.values()]
             found[name] = deviation(parts, [part.of(expected[key]) for key, part in slices.items()])
         except Exception:

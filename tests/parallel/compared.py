@@ -145,7 +145,7 @@ def saved_shards(mesh: Mesh, architecture: str, source: str | None, target: str)
         advance(state, _rows(mesh, 0)[1], 0, 2, None)
     else:
         differing = restored(state, source)
-    checkpoint.save(Path(target), 3, state.slices(), {"state": state.meta()}, keep=1, mesh=mesh)
+    checkpoint.save(Path(target), 3, state.optimizer.slices(), {"state": state.meta()}, keep=1, mesh=mesh)
     return differing
 
 
@@ -157,7 +157,7 @@ def restored(state: TrainState, source: str) -> list[str]:
             parameter.zero_()
     tensors, meta = checkpoint.load(manifest.path_of(Path(source), 3))
     state.restore(tensors, meta["state"])
-    differing = [n for n, part in state.slices().items() if not torch.equal(part.tensor, part.of(tensors[n]))]
+    differing = [n for n, part in state.optimizer.slices().items() if not torch.equal(part.tensor, part.of(tensors[n]))]
     gather(state)
     for name, parameter in state.model.named_parameters():
         part = sliced(parameter.detach(), sharding_of(parameter), 0, len(parameter), saved=True)
@@ -287,10 +287,10 @@ def every_second(mesh: Mesh, folder: str) -> dict[str, Any]:
         if step % 2:
             worst = max(worst, state_apart(state, Snapshot.of(reference)))
         if step + 1 == SAVED:
-            checkpoint.save(path, SAVED, state.slices(), {"state": state.meta()}, keep=1, mesh=mesh)
+            checkpoint.save(path, SAVED, state.optimizer.slices(), {"state": state.meta()}, keep=1, mesh=mesh)
     resumed, alone_resumed = resumed_at(mesh, path), resumed_at(alone(), path)
-    slices = state.slices()
-    differing = [n for n, part in resumed.slices().items() if not torch.equal(part.tensor, slices[n].tensor)]
+    slices = state.optimizer.slices()
+    differing = [n for n, part in resumed.optimizer.slices().items() if not torch.equal(part.tensor, slices[n].tensor)]
     ours, theirs = (list(one.tensors().values()) for one in (alone_resumed, reference))
     return {"worst": worst, "differing": differing, "reshaped": deviation(ours, theirs), "sent": sent}
 

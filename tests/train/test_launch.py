@@ -100,6 +100,13 @@ def test_a_signal_to_one_of_two_nodes_stops_both_unless_nohup_ignores_it(tmp_pat
     assert found is not None and found[1]["step"] > last
 
 
+def test_a_machine_waits_for_the_one_where_all_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not torch, which gives up after a minute, with a traceback."""
+    monkeypatch.setattr(launch, "MEET_SECONDS", 0.1)
+    with pytest.raises(TimeoutError, match="^the machine did not answer at 240.0.0.1:29500 within 0 s"):
+        launch._agent(["pretrain"], 1, 0, tmp_path, 2, "240.0.0.1:29500")  # pyright: ignore[reportPrivateUsage]
+
+
 # torchrun -----------------------------------------------------------------------------------------------------
 
 LINES = [
