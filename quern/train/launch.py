@@ -151,6 +151,8 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
     meet = handler.next_rendezvous
 
     def next_rendezvous() -> Any:
+        # torch tells its store's address at the first meeting alone: a machine in a lost one's place would not hear it.
+        vars(handler)["_bootstrap_store_info"] = None
         with waiting(machines, MEET_SECONDS):
             return meet()
 

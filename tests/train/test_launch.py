@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from quern.kernels.attention.autotune import PLAIN
 from quern.machine import Machine
-from quern.mesh import Mesh
-from quern.records import read_metrics
+from quern.mesh import Mesh, await_listener
+from quern.records import read_events, read_metrics
 from quern.train import checkpoint, launch, manifest
 from quern.train.guard import EXIT_STOPPED
 from tests.support.faulty_ranks import PRETRAIN
@@ -26,6 +27,7 @@ from tests.support.line_server import ENVIRONMENT, ROOT
 from tests.support.ranks import Ranks, free_port
 from tests.support.small_text import write_text
 
+STAGE = "out/runs/x/pretrain"
 STATED_SECONDS = 30
 
 
@@ -35,7 +37,7 @@ def wait_for_step(folder: Path, more_than: int, processes: Sequence[subprocess.P
     while last <= more_than:
         assert all(process.poll() is None for process in processes)
         time.sleep(0.05)
-        last = max((line["step"] for line in read_metrics(folder / "out/runs/x/pretrain")), default=0)
+        last = max((line["step"] for line in read_metrics(folder / STAGE)), default=0)
     return last
 
 
@@ -71,22 +73,32 @@ def test_ranks_use_what_all_of_them_have(ranks: Ranks) -> None:
     assert ranks(2, "tests.train.test_launch:chosen") == [first, second]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_to_one_of_two_nodes_stops_both_unless_nohup_ignores_it(tmp_path: Path, number: int) -> None:
-    """One of them hosts the rendezvous; the first was started by nohup."""
+    """The first hosts the rendezvous, and was started by nohup. Before SIGTERM another takes the killed second's place,
+    without which the first would take no further step."""
     write_text(tmp_path)
+    port = free_port()
     flags = ["--train.steps", "100000", "--train.save-every", "50000", "--run", "x", "--resume", "--ranks", "1"]
     command = [sys.executable, "-m", "quern.cli.main", *PRETRAIN, *flags, "--nodes", "2"]
-    command += ["--rendezvous", f"127.0.0.1:{free_port()}"]
+    command += ["--rendezvous", f"127.0.0.1:{port}"]
     with (tmp_path / "said").open("ab") as said:
-        nodes = [
-            subprocess.Popen([*before, *command], cwd=tmp_path, stdout=said, stderr=said, env=ENVIRONMENT)
-            for before in (["nohup"], [])
-        ]
+        start = partial(subprocess.Popen[bytes], cwd=tmp_path, stdout=said, stderr=said, env=ENVIRONMENT)
+        nodes = [start(["nohup", *command])]
         try:
+            await_listener("127.0.0.1", port, STATED_SECONDS, "the first")
+            nodes.append(start(command))
             last = wait_for_step(tmp_path, 0, nodes)
             nodes[0].send_signal(signal.SIGHUP)
-            wait_for_step(tmp_path, last + 5, nodes)
+            last = wait_for_step(tmp_path, last + 5, nodes)
+            if number == signal.SIGTERM:
+                nodes[1].kill()
+                nodes[1].wait()
+                nodes[1] = start(command)
+                while len([one for one in read_events(tmp_path / STAGE) if one["kind"] == "start"]) < 2:
+                    assert nodes[0].poll() is None
+                    time.sleep(0.05)
+                last = wait_for_step(tmp_path, 0, nodes)
             begun = time.monotonic()
             nodes[1].send_signal(number)
             assert [node.wait(timeout=4 * STATED_SECONDS) for node in nodes] == [EXIT_STOPPED] * 2
@@ -96,7 +108,7 @@ def test_a_signal_to_one_of_two_nodes_stops_both_unless_nohup_ignores_it(tmp_pat
                 node.kill()
     text = (tmp_path / "said").read_text(encoding="utf-8")
     assert text.count("as asked, and saved: continue with `quern pretrain --resume") == 1 and "Traceback" not in text
-    found = manifest.latest(tmp_path / "out/runs/x/pretrain/checkpoints", pytest.fail)
+    found = manifest.latest(tmp_path / STAGE / "checkpoints", pytest.fail)
     assert found is not None and found[1]["step"] > last
 
 
