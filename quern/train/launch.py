@@ -134,7 +134,12 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousConnectionError,
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStoreInfo,
+    )
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.launcher.api import LaunchConfig
@@ -151,10 +156,13 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
     meet = handler.next_rendezvous
 
     def next_rendezvous() -> Any:
-        # torch tells its store's address at the first meeting alone: a machine in a lost one's place would not hear it.
-        vars(handler)["_bootstrap_store_info"] = None
         with waiting(machines, MEET_SECONDS):
-            return meet()
+            met = meet()
+        # torch tells its store's address at the first meeting alone: a machine in a lost one's place would not hear it.
+        own = met.bootstrap_store_info
+        assert own is not None  # of c10d
+        told = RendezvousStoreInfo.build(met.rank, met.store, own.master_addr, own.master_port)
+        return RendezvousInfo(met.store, met.rank, met.world_size, told)
 
     handler.next_rendezvous = next_rendezvous
     spec = WorkerSpec(
