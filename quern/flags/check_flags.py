@@ -79,7 +79,7 @@ class DeviceOptions:
     threads: Annotated[Threads | None, Mark.RARE] = None
     """CPU threads, which all workers of a study share. Default: one per core."""
     compile: Annotated[bool, Mark.RARE] = True
-    """--no-compile runs eagerly."""
+    """--no-compile runs eagerly, as evaluate, complete and chat always do."""
 
     def detect(self, threads: int | None = None) -> Machine:
         from quern.machine import detect
