@@ -121,6 +121,7 @@ class Engine:
         if len(prompt) > self.context:
             has = f"the text has {len(prompt)} tokens and the model's context holds {self.context}"
             raise ValueError(f"{has}: shorten it to {self.context} tokens or fewer")
+        self.refuse_several(prompt)
         cache = KVCache(self.model, 1, len(prompt))
         for start in range(0, len(prompt) - 1, part):
             tokens = prompt[start : start + part + 1]
@@ -201,9 +202,16 @@ class Engine:
                     f"the prompt has {len(prompt)} tokens and the model's context holds {self.context}, of which at "
                     f"least one is for the answer: shorten the prompt to {self.context - 1} tokens or fewer"
                 )
+            self.refuse_several(prompt)
         for token in tokens:
             if not 0 <= token < self.tokenizer.vocab_size:
                 raise ValueError(f"{token} is no token: ids are 0 to {self.tokenizer.vocab_size - 1}")
+
+    def refuse_several(self, text: Sequence[int]) -> None:
+        """Raises ValueError for several documents that the model hides from each other, which no cache does."""
+        documents_BT = self.model.context(torch.tensor([text])).documents_BT
+        if documents_BT is not None and documents_BT[0, 0] != documents_BT[0, -1]:
+            raise ValueError("the model reads each document by itself, from its BOS on: send them one by one")
 
     def reset(self) -> None:
         """Cancels all generations and forgets their rows."""

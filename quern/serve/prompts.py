@@ -66,6 +66,8 @@ def read_texts(engine: Engine, request: CompletionRequest) -> tuple[list[list[in
         prompts = [render_text(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in sent]
     for prompt in prompts:
         _require_room(prompt, engine.context, "prompt", min(wanted, 1))
+        with _refused_as("prompt"):
+            engine.refuse_several(prompt)
     options = _options(engine, request, max(prompts, key=len), wanted)
     if request.seed is None:  # equal texts of one request are continued in different ways
         options["seed"] = [secrets.randbits(63) for _ in prompts]

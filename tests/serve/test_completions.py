@@ -16,7 +16,7 @@ from quern.text.chat import render_prompt, render_text
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer
 from tests.serve.conftest import CONTEXT, HELLO, NAME, NO_END, post
 from tests.support.http_server import counters
-from tests.support.toy_engine import CPU, toy_model, toy_tokenizer
+from tests.support.toy_engine import CPU, toy_model, toy_tokenizer, toy_unet
 
 TOKENIZER = toy_tokenizer()
 TEXT = "The miller grinds"
@@ -37,6 +37,21 @@ def test_a_text_that_the_vocabulary_cannot_split_is_refused_by_name() -> None:
     ):
         with pytest.raises(ApiError, match="for 'prompt': .*(pattern cannot split a text|Max stack size exceeded)"):
             read()
+
+
+def test_documents_that_a_model_hides_from_each_other_are_refused_together() -> None:
+    """A cache shows the first to the second, which whole rows do not."""
+    bos = TOKENIZER.bos
+    engine = Engine(toy_unet(context=CONTEXT, vocab_size=TOKENIZER.vocab_size, bos=bos), TOKENIZER, CPU)
+    two = [bos, 5, bos, 6]
+    for read in (
+        lambda prompt: engine.submit([prompt]),
+        lambda prompt: next(engine.read(prompt)),
+        lambda prompt: read_texts(engine, CompletionRequest(model=NAME, prompt=prompt)),
+    ):
+        read(two[:2])
+        with pytest.raises((ValueError, ApiError), match="send them one by one"):
+            read(two)
 
 
 def ids_of(form: Any) -> list[list[int]]:
