@@ -119,6 +119,12 @@ def test_a_check_catches_the_exceptions_that_it_names(sandbox: Sandbox, kind: st
         assert not any(outcome.passed for outcome in wrong)
 
 
+def test_a_check_that_raises_an_exception_again_says_its_own_text(sandbox: Sandbox) -> None:
+    check = "try: program.f()\nexcept ValueError as error: raise type(error)('of the check') from None"
+    (outcome,) = sandbox.run([Program("def f(): raise ValueError('of the program')", check)])
+    assert outcome.reason == "failed" and outcome.stderr.endswith("ValueError: of the check\n")
+
+
 LONG = """
 def power(a, b): return a ** b
 def digits(n): return len(hex(n)) - 2

@@ -27,7 +27,7 @@ class ProgramError(Exception):
     AttributeError means "the end" or "not there", so a program that raises one could end a loop of the check early.
     """
 
-    answer: dict[str, str]
+    answer: dict[str, str] | None = None  # None where the check itself made the exception
 
 
 @functools.cache
@@ -131,11 +131,11 @@ def verdict(check: str, end: str, channel: Channel) -> dict[str, str]:
         return {"reason": "passed", "text": ""} if program._lost is None else program._lost.verdict
     except _Lost as lost:
         return lost.verdict
-    except ProgramError as error:
-        return _of_program(error.answer)
-    # All else is the check's own: an assertion, a fault of the check, SystemExit. The verdict carries it, with its
-    # traceback. It must not leave this function, because a check passes only by running to its end.
+    # All but an answer is the check's own: an assertion, a fault of the check, SystemExit. The verdict carries it, with
+    # its traceback. It must not leave this function, because a check passes only by running to its end.
     except BaseException as error:
+        if isinstance(error, ProgramError) and error.answer:
+            return _of_program(error.answer)
         return {"reason": "failed", "text": describe(error)["text"]}
 
 
