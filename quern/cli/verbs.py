@@ -204,7 +204,7 @@ def verb_train(verb: str, rest: Arguments) -> int:
     base = RunDir(where.out, options.start or where.run)
     if options.start or verb != "pretrain":  # before the machine is tried out, which may compile
         goes_on = options.resume and where.run_dir.has_trained(verb)
-        needed = "sft" if verb == "rl" and not goes_on and options.start is None else None
+        needed = "sft" if verb == "rl" and not where.run_dir.has_trained(verb) and options.start is None else None
         (where.run_dir if goes_on else base).require_trained(needed)
     from quern.runs.load import Start, open_start
     from quern.stages import pretrain, rl, sft

@@ -98,8 +98,8 @@ def _run(asked: Recipe, session: Session) -> int:
     plan = replace(plan, evaluators=[(1, tally), *plan.evaluators])
     replies = recipe.rl.groups * recipe.rl.samples
     told = (
-        f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to {recipe.rl.groups} questions "
-        f"({', '.join(recipe.rl.rewards)})"
+        f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to "
+        f"{counted(recipe.rl.groups, 'question')} ({', '.join(recipe.rl.rewards)})"
     )
     data = {"environments": list(recipe.rl.rewards)} | precision
     opening = Opening([told], changed, tokenizer, start and start.facts_in(run_dir, facts), data)

@@ -281,7 +281,8 @@ def test_a_stage_that_failed_in_its_first_step_begins_again(runs: Runs) -> None:
         shutil.rmtree(manifest.path_of(runs.stage(run="next") / "checkpoints", step))
     runs.done("pretrain", "--from", "app", "--train.steps", "4", run="next")
     assert runs.steps(run="next")[-1] == 4
-    for verb, run in (("rl", "app"), ("pretrain", "next")):
+    runs.done("rl", "--from", "app", *RL, "--rl.rewards", reward, run="only")
+    for verb, run in (("rl", "app"), ("rl", "only"), ("pretrain", "next")):
         runs.refused([f"run '{run}' has been "], verb, run=run)
     moved = reward.rename(runs.folder / "moved.py")
     runs.done("rl", "--resume", "--rl.steps", "2", "--rl.rewards", moved)
