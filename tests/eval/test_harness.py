@@ -116,15 +116,19 @@ def test_generation_stops_and_keeps_the_order(loaded: LoadedModel) -> None:
     assert lm.generate_until([request("generate_until", prompts[0], drawn)]) != found[:1]
 
 
-def test_a_task_from_a_file_gives_scores(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_a_task_from_a_file_gives_scores(loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"q": f"the miller ground {n} and", "gold": n % 2} for n in range(6)]
     files = {"test": str(write_rows(tmp_path / "mill.jsonl", rows))}
     config = {"task": "mill", "dataset_path": "json", "dataset_kwargs": {"data_files": files}, "test_split": "test"}
     config |= {"output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_target": "gold"}
     path = tmp_path / "mill.yaml"
-    path.write_text(json.dumps(config | {"doc_to_choice": ["corn", "bread"]}), encoding="utf-8")  # JSON is YAML
-    manager, names = find_harness_tasks([str(path)])
-    scores = run_harness(loaded, CPU, manager, names, limit=4)
+    config |= {"doc_to_choice": ["corn", "bread"]}
+    path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+    other = path.with_name("other.yaml")
+    other.write_text(json.dumps(config | {"task": "other"}), encoding="utf-8")
+    manager, names = find_harness_tasks([str(path), str(other)])
+    assert "overrides existing task" not in caplog.text  # of the folder, read once for each file
+    scores = run_harness(loaded, CPU, manager, names[:1], limit=4)
     assert {(score.task, score.metric, score.count) for score in scores} >= {("lm-eval/mill", "acc", 4)}
     assert all(score.value is not None and 0 <= score.value <= 1 for score in scores)
     with pytest.raises(ValueError, match="there is no file .*none.yaml"):
