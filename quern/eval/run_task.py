@@ -14,7 +14,7 @@ import numpy as np
 from quern.eval.answers import Answered, answers_file, kept_score, write_answers
 from quern.eval.likelihood import Example, choice_example, score_examples
 from quern.eval.score import SINGLE, Prompts, Score, accuracy, on_ranks
-from quern.eval.task import Item, Task
+from quern.eval.task import Item, Task, own_code
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.generate.sampling import GREEDY
@@ -23,6 +23,7 @@ from quern.terminal import Meter
 from quern.text.chat import render_prompt, render_text
 
 BATCH_ROWS = 32  # replies that are generated together
+AGAIN = "evaluate again"
 CHUNK = 256  # items of scored options whose rows are in memory at a time
 FORMAT = 3
 """The version of kept answers. A higher number for other prompts or spans: answers of an old format are not kept."""
@@ -61,7 +62,8 @@ def run_task(
         ValueError: The task has no items, a kind has items with and without choices, or an answer is not among its
             item's choices.
     """
-    items = task.items(0, count)
+    with own_code(f"items() of task '{task.name}'", AGAIN):
+        items = list(task.items(0, count))
     if not items:
         raise ValueError(f"{task.name}: no questions to score; ask for at least one")
     scores, given = list[Score](), list[Answered]()
@@ -100,9 +102,10 @@ def run_task(
 def fitting(engine: Engine, task: Task, items: Sequence[Item], base: bool) -> list[tuple[int, list[int]]]:
     """The numbers of the items that leave room for a reply, each with the ids of its prompt, from BOS on."""
     tokenizer = engine.tokenizer
-    prompts = [
-        render_text(tokenizer, task.base_prompt(i)) if base else render_prompt(tokenizer, i.messages) for i in items
-    ]
+    with own_code(f"{'base_prompt' if base else 'items'}() of task '{task.name}'", AGAIN):
+        prompts = [
+            render_text(tokenizer, task.base_prompt(i)) if base else render_prompt(tokenizer, i.messages) for i in items
+        ]
     return [(number, ids) for number, ids in enumerate(prompts) if len(ids) < engine.context]
 
 
@@ -125,7 +128,9 @@ def _generated(
     right = list[bool]()
     if group.rank == 0:
         own, texts = [items[number] for number, _ in asked], [reply.text for reply in done]
-        right = list(map(bool, task.grade_all(own, texts) if task.grade_all else map(task.grade, own, texts)))
+        with own_code(f"{'grade_all' if task.grade_all else 'grade'}() of task '{task.name}'", AGAIN):
+            graded = task.grade_all(own, texts) if task.grade_all else map(task.grade, own, texts)
+            right = [bool(one) for one, _ in zip(graded, own, strict=True)]
     right = group.broadcast_object(right)
     replies = [
         Answered(items[number], list(reply.parts), reply.text, correct, number)
@@ -174,8 +179,8 @@ def _example(engine: Engine, task: Task, item: Item, name: str, base: bool) -> E
     if task.example is not None:
         return task.example(item, engine.tokenizer, engine.context)
     choices = item.choices or ()
-    if item.answer not in choices:
-        raise ValueError(f"{name}: the answer {item.answer!r} is not one of {', '.join(choices)}")
+    if item.answer not in choices or not all(choices):
+        raise ValueError(f"{name}: the answer {item.answer!r} is not one of {', '.join(choices)}, or one is empty")
     prompts = [ids for _, ids in fitting(engine, task, [item], base)]
     ids = [engine.tokenizer.encode(f" {choice}" if base else choice) for choice in choices]
     return choice_example(prompts[0], ids, choices.index(item.answer), engine.context) if prompts else None

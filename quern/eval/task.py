@@ -9,12 +9,14 @@ questions depend only on (seed, count), so every stage of a run is asked the sam
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quern.flags.recipe_file import read_object
+from quern.generate.sandbox import SandboxError
 from quern.recipe import Resolved
 from quern.text.chat import Message
 from quern.text.clean.steps import Passages
@@ -120,6 +122,18 @@ TINYWORLD = Task("tinyworld", world_items, world_grade, world_prompt)
 def knows_world(recipe: Resolved, stage: str) -> bool:
     """Whether the stage's model has learned from the built-in world: its documents, or then its conversations."""
     return recipe.data == "tinyworld" or (stage in CHAT_STAGES and recipe.has_built_in_conversations)
+
+
+@contextmanager
+def own_code(function: str, again: str) -> Iterator[None]:
+    """Raises ValueError for any error of a function that the user wrote. again: what to do once it is corrected."""
+    try:
+        yield
+    except SandboxError:
+        raise
+    except Exception as error:
+        what = f"{function} fails with {type(error).__name__}: {error}"
+        raise ValueError(f"{what}; correct it and {again}") from error
 
 
 def load_task(name: str) -> Task:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import atexit
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache, partial
@@ -23,10 +22,10 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from quern.data.token_file import fingerprint as marks_of
-from quern.eval.task import Item, question, world_grade
+from quern.eval.task import Item, own_code, question, world_grade
 from quern.flags.recipe_file import read_object
 from quern.flags.recipe_flags import REWARDS_OF_FILES
-from quern.generate.sandbox import Limits, Program, Sandbox, SandboxError
+from quern.generate.sandbox import Limits, Program, Sandbox
 from quern.temporaries import sha256_of
 from quern.terminal import ascii_signs
 from quern.text.chat import validate
@@ -41,6 +40,8 @@ TRIES = 1000
 MOST_REWARD = 1e9
 """The largest absolute value of a reward. Squares of differences then stay finite in fp32, too."""
 FILE = "programs.jsonl"
+AGAIN = "begin again, under a new --run if steps were taken; with the same file, --resume"
+"""The advice for code of the user's that was corrected."""
 LIMITS = Limits(seconds=5.0, cpu_seconds=2.0, memory_megabytes=256)
 EXERCISES: dict[str, Callable[[Pen], skills.Exercise]] = {
     "sums": skills.sum_exercise,
@@ -79,21 +80,9 @@ def is_held_out(item: Item) -> bool:
     return skills.bucket(item.question, HELD_OUT_SHARE) == 0
 
 
-@contextmanager
-def _own_code(environment: Environment, function: str) -> Iterator[None]:
-    try:
-        yield
-    except SandboxError:
-        raise
-    except Exception as error:
-        what = f"{function}() of environment '{environment.name}' fails with {type(error).__name__}: {error}"
-        again = "begin again, under a new --run if steps were taken; with the same file, --resume"
-        raise ValueError(f"{what}; correct it and {again}") from error
-
-
 def reward_of(environment: Environment, item: Item, reply: str) -> float:
     """The reward of a reply to a question. Raises ValueError for one beyond `MOST_REWARD`, or NaN."""
-    with _own_code(environment, "reward"):
+    with own_code(f"reward() of environment '{environment.name}'", AGAIN):
         reward = float(environment.reward(item, reply))
     if not abs(reward) <= MOST_REWARD:  # false for NaN, too
         raise ValueError(
@@ -109,7 +98,7 @@ def draw_item(environment: Environment, seed: str, held_out: bool = False) -> It
         ValueError: The environment has no question in that split, or its `ask` fails.
     """
     for attempt in range(TRIES):
-        with _own_code(environment, "ask"):
+        with own_code(f"ask() of environment '{environment.name}'", AGAIN):
             item = environment.ask(f"{seed}:{attempt}")
             validate(item.messages)
         if is_held_out(item) == held_out:

@@ -58,6 +58,8 @@ def test_scores_follow_the_grades_and_the_kinds(engine):
     assert scores[0].chance == np.mean([item.chance for item in asked()[:5]])
     with pytest.raises(ValueError, match="no questions"):
         run_task(engine, toy([]))
+    [score], _ = run_task(engine, replace(toy([]), items=lambda seed, count: iter(asked(2, "facts"))))
+    assert score.count == 2, "a generator is read once"
 
 
 def test_a_base_reply_ends_where_the_task_says(engine):
@@ -113,6 +115,24 @@ def test_items_that_contradict_each_other_are_refused(engine):
         run_task(engine, toy([question("Who?", "a"), question("Who?", "a", ("a", "b"))]))
     with pytest.raises(ValueError, match="'c' is not one of a, b"):
         run_task(engine, toy([question("Who?", "c", ("a", "b"))]))
+    with pytest.raises(ValueError, match="toy/questions: .* or one is empty"):
+        run_task(engine, toy([question("Who?", "a", ("a", ""))]))
+
+
+@pytest.mark.parametrize(
+    ("slip", "message"),
+    [
+        ({"items": lambda seed, count: 1 / 0}, r"items\(\) OF ZeroDivisionError: .*; correct it and evaluate again$"),
+        ({"items": lambda seed, count: [Item("k", [{"role": "human"}], "")]}, r"items\(\) OF ValueError: message 1"),
+        ({"grade": lambda item, reply: {}["x"]}, r"grade\(\) OF KeyError: 'x'"),
+        ({"grade_all": lambda items, replies: []}, r"grade_all\(\) OF ValueError: "),
+        ({"base_prompt": lambda item: item.text}, r"base_prompt\(\) OF AttributeError: "),
+    ],
+)
+def test_a_slip_in_a_file_of_a_task_is_named(engine, slip, message):
+    broken = replace(toy([question("Who?", "a")]), **slip)
+    with pytest.raises(ValueError, match=message.replace("OF", "of task 'toy' fails with")):
+        run_task(engine, broken, base="base_prompt" in slip)
 
 
 def test_an_answer_is_found_as_whole_words():
