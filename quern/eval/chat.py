@@ -244,13 +244,7 @@ def run_chat(
 
 
 def sampled_scores(
-    engine: Engine,
-    task: Task,
-    items: Sequence[Item],
-    samples: int,
-    *,
-    base: bool,
-    group: ProcessGroup = SINGLE,
+    engine: Engine, task: Task, items: Sequence[Item], samples: int, *, base: bool, group: ProcessGroup = SINGLE
 ) -> tuple[list[Score], dict[int, int]]:
     """Estimates pass@k of sampled programs, for each k of `K` up to their number, with intervals over the problems.
     Also returns the number of right replies to each problem that leaves room for one."""

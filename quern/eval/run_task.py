@@ -23,7 +23,6 @@ from quern.terminal import Meter
 from quern.text.chat import render_prompt, render_text
 
 BATCH_ROWS = 32  # replies that are generated together
-AGAIN = "evaluate again"
 CHUNK = 256  # items of scored options whose rows are in memory at a time
 FORMAT = 3
 """The version of kept answers. A higher number for other prompts or spans: answers of an old format are not kept."""
@@ -62,7 +61,7 @@ def run_task(
         ValueError: The task has no items, a kind has items with and without choices, or an answer is not among its
             item's choices.
     """
-    with own_code(f"items() of task '{task.name}'", AGAIN):
+    with own_code(f"items() of task '{task.name}'"):
         items = list(task.items(0, count))
     if not items:
         raise ValueError(f"{task.name}: no questions to score; ask for at least one")
@@ -102,7 +101,7 @@ def run_task(
 def fitting(engine: Engine, task: Task, items: Sequence[Item], base: bool) -> list[tuple[int, list[int]]]:
     """The numbers of the items that leave room for a reply, each with the ids of its prompt, from BOS on."""
     tokenizer = engine.tokenizer
-    with own_code(f"{'base_prompt' if base else 'items'}() of task '{task.name}'", AGAIN):
+    with own_code(f"{'base_prompt' if base else 'items'}() of task '{task.name}'"):
         prompts = [
             render_text(tokenizer, task.base_prompt(i)) if base else render_prompt(tokenizer, i.messages) for i in items
         ]
@@ -128,7 +127,7 @@ def _generated(
     right = list[bool]()
     if group.rank == 0:
         own, texts = [items[number] for number, _ in asked], [reply.text for reply in done]
-        with own_code(f"{'grade_all' if task.grade_all else 'grade'}() of task '{task.name}'", AGAIN):
+        with own_code(f"{'grade_all' if task.grade_all else 'grade'}() of task '{task.name}'"):
             graded = task.grade_all(own, texts) if task.grade_all else map(task.grade, own, texts)
             right = [bool(one) for one, _ in zip(graded, own, strict=True)]
     right = group.broadcast_object(right)

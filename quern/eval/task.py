@@ -125,7 +125,7 @@ def knows_world(recipe: Resolved, stage: str) -> bool:
 
 
 @contextmanager
-def own_code(function: str, again: str) -> Iterator[None]:
+def own_code(function: str, again: str = "evaluate again") -> Iterator[None]:
     """Raises ValueError for any error of a function that the user wrote. again: what to do once it is corrected."""
     try:
         yield

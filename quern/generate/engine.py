@@ -116,12 +116,9 @@ class Engine:
     def read(self, prompt: Sequence[int], top: int = 0, part: int = SERVED_TOKENS) -> Iterator[list[Token]]:
         """Yields the tokens of a text after its first one with their log-probabilities, and `top` likeliest ones each.
 
-        part: tokens read at a time, between two steps of other work. Raises ValueError for a text that is too long.
+        part: tokens read at a time, between two steps of other work. Raises ValueError as `refuse`.
         """
-        if len(prompt) > self.context:
-            has = f"the text has {len(prompt)} tokens and the model's context holds {self.context}"
-            raise ValueError(f"{has}: shorten it to {self.context} tokens or fewer")
-        self.refuse_several(prompt)
+        self.refuse(prompt)
         cache = KVCache(self.model, 1, len(prompt))
         for start in range(0, len(prompt) - 1, part):
             tokens = prompt[start : start + part + 1]
@@ -197,18 +194,18 @@ class Engine:
         for prompt in prompts:
             if not prompt:
                 raise ValueError("a prompt is empty: begin it with the tokenizer's BOS")
-            if len(prompt) >= self.context:
-                raise ValueError(
-                    f"the prompt has {len(prompt)} tokens and the model's context holds {self.context}, of which at "
-                    f"least one is for the answer: shorten the prompt to {self.context - 1} tokens or fewer"
-                )
-            self.refuse_several(prompt)
+            self.refuse(prompt, answer=1)
         for token in tokens:
             if not 0 <= token < self.tokenizer.vocab_size:
                 raise ValueError(f"{token} is no token: ids are 0 to {self.tokenizer.vocab_size - 1}")
 
-    def refuse_several(self, text: Sequence[int]) -> None:
-        """Raises ValueError for several documents that the model hides from each other, which no cache does."""
+    def refuse(self, text: Sequence[int], answer: int = 0) -> None:
+        """Raises ValueError for a text that does not leave so many tokens for an answer, and for several documents that
+        the model hides from each other, which no cache does."""
+        if len(text) > self.context - answer:
+            has = f"the prompt has {len(text)} tokens and the model's context holds {self.context}"
+            needs = ", of which at least one is for the answer" if answer else ""
+            raise ValueError(f"{has}{needs}: shorten the prompt to {self.context - answer} tokens or fewer")
         documents_BT = self.model.context(torch.tensor([text])).documents_BT
         if documents_BT is not None and documents_BT[0, 0] != documents_BT[0, -1]:
             raise ValueError("the model reads each document by itself, from its BOS on: send them one by one")

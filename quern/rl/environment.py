@@ -39,7 +39,6 @@ HELD_OUT_SHARE = 10
 TRIES = 1000
 MOST_REWARD = 1e9
 """The largest absolute value of a reward. Squares of differences then stay finite in fp32, too."""
-FILE = "programs.jsonl"
 AGAIN = "begin again, under a new --run if steps were taken; with the same file, --resume"
 """The advice for code of the user's that was corrected."""
 LIMITS = Limits(seconds=5.0, cpu_seconds=2.0, memory_megabytes=256)
@@ -135,17 +134,20 @@ def require_environment(name: str) -> None:
 
 
 def _of_file(
-    name: str, path: Path, columns: tuple[str, ...], read: Callable[[Any], Item], reward: Callable[[Item, str], float]
+    name: str,
+    file: str,
+    folder: Path | None,
+    columns: tuple[str, ...],
+    read: Callable[[Any], Item],
+    reward: Callable[[Item, str], float],
 ) -> Environment:
-    """An environment that asks the rows of a file."""
-    notes: list[str] = []
+    """An environment that asks the rows of a file of the folder (`rl.data`). file: its name without the ending."""
+    path, notes = find_file(folder, file) if folder is not None else None, list[str]()
+    if path is None:
+        there = f", {folder} has none" if folder else ""
+        raise FileNotFoundError(f"--rl.rewards {name} reads {file}.jsonl: name its folder with --rl.data{there}")
     items = read_rows(path, name, columns, read, notes.append)
     return Environment(name, lambda seed: random.Random(seed).choice(items), reward, (path,), tuple(notes))
-
-
-def _without(name: str, file: str, folder: Path | None) -> FileNotFoundError:
-    there = f", {folder} has none" if folder else ""
-    return FileNotFoundError(f"--rl.rewards {name} reads {file}: name its folder with --rl.data{there}")
 
 
 # GSM8K ------------------------------------------------------------------------------------------------------
@@ -181,26 +183,17 @@ def word_problem(row: Any) -> Item:
 
 
 def _word_problems(name: str, folder: Path | None) -> Environment:
-    path = find_file(folder, "train") if folder is not None else None
-    if path is None:
-        raise _without(name, "train.jsonl", folder)
-    return _of_file(name, path, ("question", "answer"), word_problem, is_right_number)
+    return _of_file(name, "train", folder, ("question", "answer"), word_problem, is_right_number)
 
 
 # Programs ---------------------------------------------------------------------------------------------------
 
 
 def _programs(name: str, folder: Path | None) -> Environment:
-    path = folder / FILE if folder is not None else None
-    if path is None or not path.is_file():
-        raise _without(name, FILE, folder)
-    return _of_file(
-        name,
-        path,
-        ("prompt", "check"),
-        _exercise,
-        lambda item, reply: open_sandbox(1, LIMITS).run([Program(program_in(reply), item.answer)])[0].passed,
-    )
+    def reward(item: Item, reply: str) -> bool:
+        return open_sandbox(1, LIMITS).run([Program(program_in(reply), item.answer)])[0].passed
+
+    return _of_file(name, name, folder, ("prompt", "check"), _exercise, reward)
 
 
 def _exercise(row: Any) -> Item:

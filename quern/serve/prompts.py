@@ -64,10 +64,9 @@ def read_texts(engine: Engine, request: CompletionRequest) -> tuple[list[list[in
     # Ids are taken as they are; a text is the beginning of a document.
     with _refused_as("prompt"):
         prompts = [render_text(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in sent]
-    for prompt in prompts:
-        _require_room(prompt, engine.context, "prompt", min(wanted, 1))
-        with _refused_as("prompt"):
-            engine.refuse_several(prompt)
+        for prompt in prompts:
+            _require_room(prompt, engine.context, "prompt", min(wanted, 1))
+            engine.refuse(prompt)
     options = _options(engine, request, max(prompts, key=len), wanted)
     if request.seed is None:  # equal texts of one request are continued in different ways
         options["seed"] = [secrets.randbits(63) for _ in prompts]

@@ -29,12 +29,7 @@ OPENING_TOKENS = 160
 
 
 def complete(
-    engine: Engine,
-    prompt: str,
-    *,
-    put: Callable[[str], None],
-    samples: int = 1,
-    **how: Any,
+    engine: Engine, prompt: str, *, put: Callable[[str], None], samples: int = 1, **how: Any
 ) -> list[Completion]:
     """Streams the prompt and its continuation, and ends with a newline. Returns the completions.
 

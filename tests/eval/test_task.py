@@ -123,7 +123,10 @@ def test_items_that_contradict_each_other_are_refused(engine):
     ("slip", "message"),
     [
         ({"items": lambda seed, count: 1 / 0}, r"items\(\) OF ZeroDivisionError: .*; correct it and evaluate again$"),
-        ({"items": lambda seed, count: [Item("k", [{"role": "human"}], "")]}, r"items\(\) OF ValueError: message 1"),
+        (
+            {"items": lambda seed, count: [Item("k", [{"role": "assistant", "content": ""}], "")]},
+            r"items\(\) OF ValueError: message 1",
+        ),
         ({"grade": lambda item, reply: {}["x"]}, r"grade\(\) OF KeyError: 'x'"),
         ({"grade_all": lambda items, replies: []}, r"grade_all\(\) OF ValueError: "),
         ({"base_prompt": lambda item: item.text}, r"base_prompt\(\) OF AttributeError: "),

@@ -80,7 +80,7 @@ def test_senseless_arguments_and_long_prompts_are_refused(arguments: dict, words
 
 def test_a_text_to_score_may_fill_the_context() -> None:
     assert len(next(toy_engine(context=32).read([BOS] * 32))) == 31
-    with pytest.raises(ValueError, match="the text has 33 tokens .* 32: shorten it to 32 tokens"):
+    with pytest.raises(ValueError, match="the prompt has 33 tokens .* 32: shorten the prompt to 32 tokens"):
         next(toy_engine(context=32).read([BOS] * 33))
 
 

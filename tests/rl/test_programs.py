@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.rl.environment import FILE, load_environment, program_in
+from quern.rl.environment import load_environment, program_in
 from tests.generate.sandbox.test_sandbox import opened
 from tests.support.rows import write_rows
 
@@ -16,7 +16,7 @@ EXERCISES = [
 
 def test_a_program_is_rewarded_for_passing_its_check(tmp_path: Path) -> None:
     opened(1).close()  # skips where no sandbox works
-    write_rows(tmp_path / FILE, EXERCISES)
+    write_rows(tmp_path / "programs.jsonl", EXERCISES)
     environment = load_environment("programs", tmp_path)
     item = environment.ask("seed")
     number = int(item.answer.split("plus_")[1].split("(")[0])
@@ -60,6 +60,7 @@ def test_the_program_of_a_reply(reply: str, program: str) -> None:
 
 
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
+    write_rows(tmp_path / "others.jsonl", EXERCISES)
     with pytest.raises(FileNotFoundError, match="reads programs.jsonl: name its folder with --rl.data, .* none"):
         load_environment("programs", tmp_path)
     for row, reason in (
@@ -68,6 +69,6 @@ def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
         ({"prompt": "a", "check": None}, "the check is no text, or empty"),  # "None" would pass
         ({"prompt": "a", "check": " "}, "the check is no text, or empty"),
     ):
-        write_rows(tmp_path / FILE, [row])
+        write_rows(tmp_path / "programs.jsonl", [row])
         with pytest.raises(ValueError, match=f"line 1: no row of programs: {reason}"):
             load_environment("programs", tmp_path)
