@@ -80,7 +80,7 @@ def _run(asked: Recipe, session: Session) -> int:
         mesh=mesh,
     )
 
-    def tally(state: TrainState) -> dict[str, float]:
+    def tally(state: TrainState | None = None) -> dict[str, float]:
         totals = Counter[str]()
         for own in mesh.data.gather_objects(dict(rollouts.totals)):
             totals.update(own)
@@ -95,7 +95,7 @@ def _run(asked: Recipe, session: Session) -> int:
         row_tokens=recipe.model.context,
         together=recipe.rl.updates,
     )
-    plan = replace(plan, evaluators=[(1, tally), *plan.evaluators])
+    plan = replace(plan, evaluators=[(1, means), *plan.evaluators])
     replies = recipe.rl.groups * recipe.rl.samples
     told = (
         f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to "
@@ -104,7 +104,7 @@ def _run(asked: Recipe, session: Session) -> int:
     data = {"environments": list(recipe.rl.rewards)} | precision
     opening = Opening([told], changed, tokenizer, start and start.facts_in(run_dir, facts), data)
     backend = TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed)
-    session = replace(session, shown=lambda *step: f"reward {means(rollouts.totals)['reward']:.3f}")
+    session = replace(session, shown=lambda *step: f"reward {tally()['reward']:.3f}")
     with eager():  # the loss too would be compiled for each number of tokens, and from a certain one on no more
         return session.train(backend, rollouts, plan, origin, opening)
 

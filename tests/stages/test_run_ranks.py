@@ -47,7 +47,13 @@ os.environ |= {{"WANDB_MODE": "offline", "HOME": {home!r}}}  # wandb keeps its o
 TRACKERS = ("tensorboard", "wandb")
 TRACKED = all(map(find_spec, TRACKERS))
 needs_trackers = pytest.mark.skipif(not TRACKED, reason="needs tensorboard and wandb")
-RL = """--rl.rewards counting --rl.kl 0.1 --rl.steps 2 --rl.groups 3 --rl.samples 3 --rl.max-tokens 6
+REWARD = """
+from quern.eval.task import question
+from quern.rl.environment import Environment
+
+ENVIRONMENT = Environment("mine", lambda seed: question(seed, ""), lambda item, reply: sum(map(ord, reply)) % 100 / 100)
+"""
+RL = """--rl.kl 0.1 --rl.steps 2 --rl.groups 3 --rl.samples 3 --rl.max-tokens 6
  --rl.val-questions 2 --rl.val-samples 2 --no-compile --dtype fp32 --threads 1""".split()
 
 
@@ -154,12 +160,20 @@ def test_ranks_may_have_their_files_in_other_folders(tmp_path: Path) -> None:
 def test_shards_practise_as_one_process(cold: Cold, faulty_server: FaultyRanks) -> None:
     """Reinforcement learning of the same model: the replies, and what is learned of them."""
     out = cold[0] / "alone"
-    runs = {"practised": (), "practised-in-shards": ("--tp", "2")}
+    (mine := out / "mine.py").write_text(REWARD, encoding="utf-8")
+    counting = "--rl.rewards", "counting"
+    runs = {
+        "practised": counting,
+        "practised-in-shards": (*counting, "--tp", "2"),
+        "practised-apart": ("--rl.rewards", str(mine), "--train.log-every", "1"),
+    }
     practise = ["rl", "--from", "alone", "--out", str(out), *RL, "--run"]
-    requests = [{"arguments": [*practise, run, *flags], "ranks": 2 if flags else 1} for run, flags in runs.items()]
+    requests = [{"arguments": [*practise, run, *flags], "ranks": 2 if flags[2:] else 1} for run, flags in runs.items()]
     found = faulty_server.together(requests)
-    assert [one["result"] for one in found] == [0, 0], [one["said"] for one in found]
-    one, two = (read_metrics(out / "runs" / run / "rl") for run in runs)
+    assert [one["result"] for one in found] == [0, 0, 0], [one["said"] for one in found]
+    one, two, apart = (read_metrics(out / "runs" / run / "rl") for run in runs)
+    reward = next(line["reward"] for line in reversed(apart) if "reward" in line)
+    assert f"2 of 2 steps, reward {reward:.3f}" in found[2]["said"], "the replies of all ranks count"
     for theirs, ours in zip(one, two, strict=True):
         for field in {"loss", "entropy", "reply_tokens", "val_kl"} & theirs.keys():
             assert ours[field] == pytest.approx(theirs[field], rel=ALIKE, abs=1e-6)
