@@ -95,7 +95,7 @@ def _run(asked: Recipe, session: Session) -> int:
         row_tokens=recipe.model.context,
         together=recipe.rl.updates,
     )
-    plan = replace(plan, evaluators=[(1, means), *plan.evaluators])
+    plan = replace(plan, evaluators=[(1, tally), *plan.evaluators])
     replies = recipe.rl.groups * recipe.rl.samples
     told = (
         f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to "
