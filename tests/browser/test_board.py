@@ -265,7 +265,8 @@ def test_the_keyboard_is_enough(chrome: Chrome, url: str) -> None:
     assert chrome.run("[...document.querySelectorAll('table')].filter((t) => t.rows.length && !t.caption).length") == 0
 
 
-def test_a_study_has_its_tables_and_curves(chrome: Chrome, url: str) -> None:
+def test_a_study_has_its_tables_and_curves(chrome: Chrome, out: Path, url: str) -> None:
+    write_rows(out / "lab" / "grid" / "cells.jsonl", [{"budget": 1e9, "size": "1", "seed": 0, "bpb": 1.5}])
     open_board(chrome, url)
     choose(chrome, "study", "night")
     chrome.wait("!document.getElementById('study-card').hidden")
@@ -273,6 +274,14 @@ def test_a_study_has_its_tables_and_curves(chrome: Chrome, url: str) -> None:
     [verdict] = rows(chrome, "verdicts")
     assert verdict == ["idea", "steps", "3", "−0.1250", "[−0.2500, ∞]", "", "better, small"]
     assert chrome.run("document.querySelectorAll('#verdicts svg').length") == 1
+    shown = "document.getElementById('verdicts').offsetParent !== null"
+    assert chrome.run(shown)
+    choose(chrome, "study", "grid")
+    chrome.wait("document.getElementById('study-heading').textContent === 'IsoFLOP grid: grid'")
+    assert not chrome.run(shown), "an IsoFLOP grid has no verdicts"
+    choose(chrome, "study", "night")
+    chrome.wait(shown)
+    until_rows(chrome, "lines", 2)
     assert [row[:2] for row in rows(chrome, "lines")] == [["gpt", "3"], ["idea", "3"]]
     for arm in ("gpt", "idea"):
         chrome.run(f"document.querySelector('[aria-label=\"Select {arm} seed 0\"]').click()")

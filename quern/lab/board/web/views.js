@@ -157,6 +157,7 @@ export function showStudy() {
     { name: "", cell: (row, cell) => cell.replaceChildren(...(typeof row.mean === "number" ? [whisker(row.low, row.mean, row.high, range)] : [])) },
     { name: "Verdict", cell: (row, cell) => { cell.textContent = row.verdict ?? ""; cell.className = /^(better|worse)/.exec(row.verdict)?.[0] ?? ""; } },
   ];
+  element("verdicts-scroll").hidden = !rows.length; // as of a sweep
   renderTable(element("verdicts"), columns, rows, { caption: "Difference of each idea to the baseline; lower is better" });
 }
 
