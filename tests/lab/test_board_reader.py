@@ -241,6 +241,12 @@ def test_a_study(tmp_path: Path) -> None:
     with (folder / "trials.jsonl").open("a") as file:  # the study goes on
         file.write(json.dumps(trial("idea", 1, 1.5)) + "\n")
     assert len(board.listing("night")["runs"]) == 4
+    arms.append({"arm": "idea", "recipe": recipes["idea"], "code": "repaired"})
+    write_rows(folder / "arms.jsonl", arms)
+    assert [(run["id"], run["run"]) for run in board.listing("night")["runs"]] == [("0", "gpt"), ("1", "gpt")]
+    with (folder / "trials.jsonl").open("a") as file:
+        file.write(json.dumps(trial("idea", 0, 1.5) | {"code": "repaired"}) + "\n")
+    assert [run["id"] for run in board.listing("night")["runs"]] == ["0", "1", "4"]
     (folder / "verdicts.json").unlink()
     assert board.listing("night")["verdicts"] == []
 

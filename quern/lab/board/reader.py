@@ -213,10 +213,12 @@ class StudyRecords:
     def refresh(self, now: float) -> None:
         if self._study.changed():
             self.registered = self._study.json({})
-        if self._trials.changed():
-            recipes = {str(arm.get("arm")): arm.get("recipe") for arm in self._arms.lines()}
-            trials = (run for line in self._trials.lines() for run in _runs(line))
-            self.entries = {str(number): _trial(trial, recipes) for number, trial in enumerate(trials)}
+        if self._trials.changed() | self._arms.changed():
+            arms, self.entries = {str(arm.get("arm")): arm for arm in self._arms.lines()}, {}
+            for number, trial in enumerate(run for line in self._trials.lines() for run in _runs(line)):
+                arm = arms.get(str(trial.get("recipe")), {})
+                if trial.get("code") == arm.get("code", trial.get("code")):  # else of the file before its repair
+                    self.entries[str(number)] = _trial(trial, arm.get("recipe"))
         for entry in self.entries.values():
             entry.age = max(0.0, now - self._trials.modified)
 
@@ -247,9 +249,9 @@ def _runs(line: dict[str, Any]) -> list[dict[str, Any]]:
     return [line]
 
 
-def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
+def _trial(trial: dict[str, Any], recipe: Any) -> Entry:
     """A finished trial; the lines of its curve are its validations."""
-    arm, recipe, curve = str(trial.get("recipe", "")), recipes.get(str(trial.get("recipe", ""))), Curve(Path())
+    arm, curve = str(trial.get("recipe", "")), Curve(Path())
     points = objects(trial.get("curve"))
     curve.rows = [(number, point | {"val_bpb": point.pop("bpb", None)}) for number, point in enumerate(points, 1)]
     curve.end, curve.identity = len(points), 1
