@@ -323,6 +323,24 @@ def test_a_failure_is_a_record_and_one_from_outside_is_tried_at_the_next_start(
         Comparison.of(study.folder, study.plan, [replace(study.arms["odd"], code="other")])
 
 
+def test_a_failing_baseline_is_trained_when_its_file_is_repaired(tmp_path: Path) -> None:
+    study, arms = make(tmp_path / "study", ["base", "idles"])
+    before, drawn = Comparison(study.folder), Drawn({})
+
+    def fails(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
+        raise RuntimeError("its process failed")
+        yield
+
+    with pytest.raises(RuntimeError, match="its process failed"):
+        start(study, arms, fails, ["idles"])
+    study = Comparison.of(study.folder, study.plan, [replace(study.arms["base"], code="repaired")])
+    late = Worker(before, arms, drawn, "", print)  # another process, which has the file as it was
+    late._keep(replace(ladder.TrialRecord("base", seed=0, rung=0), bpb=9.0))  # pyright: ignore[reportPrivateUsage]
+    start(study, arms, drawn, ["idles"])
+    assert judged(study, 0).findings.keys() == {"idles"}
+    assert all(one.code == "repaired" and one.bpb != 9 for one in study.runs("base", 0).values())
+
+
 def test_a_baseline_above_the_trigram_is_refused(tmp_path: Path) -> None:
     study, arms = make(tmp_path / "study", ["base", "grows"])
     (tmp_path / "study" / BASELINES).write_text('{"rung": 0, "1": 3.0, "2": 2.9, "3": 2.0}\n')
@@ -353,6 +371,7 @@ def test_a_study_refuses_other_rules_and_other_code(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="another most_pairs"):
         make(tmp_path / "study", ["base", "grows"], most_pairs=9)
     study = Comparison(tmp_path / "study")
+    study.add(ladder.TRIALS, {"recipe": "grows", "rung": 0, "seed": 0, "data_seed": 0, "bpb": 1.0})
     with pytest.raises(ValueError, match="code that grows trains with has changed"):
         Comparison.of(study.folder, study.plan, [replace(study.arms["grows"], code="other")])
     Comparison.of(study.folder, study.plan, [replace(study.arms["grows"], arm="new")])

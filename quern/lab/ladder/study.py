@@ -226,8 +226,7 @@ class Comparison(Study):
         for arm in arms:
             before = study.arms.get(arm.arm)
             tried = [one for key, runs in study.trials.items() if key[0] == arm.arm for one in runs.values()]
-            repaired = bool(tried) and all(one.error and one.code != arm.code for one in tried)
-            if before is None or repaired:
+            if before is None or (before.code != arm.code and all(one.error for one in tried)):  # new or repaired
                 study.add(ARMS, asdict(arm))
             elif before.code != arm.code:
                 raise ValueError(
@@ -242,9 +241,8 @@ class Comparison(Study):
         self.trials: dict[tuple[str, int, float | None], dict[int, TrialRecord]] = {}
         """(arm, rung, value of the tuned field) → seed → trial."""
         for trial in read_lines(self.folder / TRIALS, TrialRecord):
-            if trial.error and trial.code != self.arms.get(trial.recipe, trial).code:
-                continue  # its file has been repaired
-            self.trials.setdefault((trial.recipe, trial.rung, trial.value), {}).setdefault(trial.seed, trial)
+            if trial.code == self.arms.get(trial.recipe, trial).code:  # else its file has been repaired
+                self.trials.setdefault((trial.recipe, trial.rung, trial.value), {}).setdefault(trial.seed, trial)
         speeds: list[SpeedRecord] = read_lines(self.folder / SPEEDS, SpeedRecord)
         self.speeds = {(one.recipe, one.rung): one for one in speeds}
         ngrams: list[Ngrams] = read_lines(self.folder / BASELINES, Ngrams)
