@@ -58,7 +58,7 @@ class Answered:
 class Comparison:
     """Two models on one task. first, second: mean scores; only_first, only_second: items with a higher score of that
     model; p: p-value of McNemar's exact test, two-sided, None where scores are not 0 or 1; low, high: 95 % interval of
-    first − second."""
+    first − second, None where all differences are equal."""
 
     task: str
     count: int
@@ -67,8 +67,8 @@ class Comparison:
     only_first: int
     only_second: int
     p: float | None
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def item_hash(item: Item) -> str:
@@ -130,13 +130,14 @@ def _read(path: Path) -> tuple[str, Scores]:
         raise ValueError(f"{path} is damaged ({error!r}): remove it and evaluate again") from None
 
 
-def paired_bootstrap(differences: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """The 95% percentile interval of the mean of `differences`, one per item, under drawing items with replacement."""
+def paired_bootstrap(differences: Sequence[float] | np.ndarray) -> tuple[float, float] | tuple[None, None]:
+    """The 95% percentile interval of the mean of `differences`, one per item, under drawing items with replacement.
+    Equal differences, such as 0, have none: they say nothing about the spread."""
     from scipy.stats import bootstrap
 
     values = np.asarray(differences, dtype=np.float64)
-    if len(values) == 1:  # SciPy refuses it
-        return float(values[0]), float(values[0])
+    if np.ptp(values) == 0:
+        return None, None
     at_once, draw = max(1, CELLS // len(values)), np.random.default_rng(0)
     found = bootstrap((values,), np.mean, n_resamples=RESAMPLES, batch=at_once, method="percentile", rng=draw)
     return float(found.confidence_interval.low), float(found.confidence_interval.high)

@@ -224,7 +224,7 @@ def compare_answers(first: str, second: str, out: Path, log: Log) -> None:
     rows = [
         [
             *(one.task, f"{one.count:,}", f"{one.first:.3f}", f"{one.second:.3f}"),
-            f"{one.first - one.second:+.3f} ({one.low:+.3f} to {one.high:+.3f})",
+            f"{one.first - one.second:+.3f}" + ("" if one.low is None else f" ({one.low:+.3f} to {one.high:+.3f})"),
             *(str(one.only_first), str(one.only_second), NONE if one.p is None else f"{one.p:.3g}"),
         ]
         for one in done
