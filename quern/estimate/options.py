@@ -17,7 +17,7 @@ from annotated_types import Interval
 
 from quern.field_types import Amount, Few
 from quern.flags.check_flags import Mark
-from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, Refusal
+from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, Refusal, refuse_set
 from quern.recipe import Recipe
 
 ATTAINED_MATMUL = 0.7
@@ -89,7 +89,7 @@ class PlanOptions:
     refusals: ClassVar = (
         RL,
         Refusal(FINE_TUNING, "is for fine-tuning, and a plan is for pretraining"),
-        Refusal("train.minutes", "is a time on this machine, and a plan says how long others take: give --train.steps"),
+        Refusal("train.minutes", "is a time on this machine, and a plan says how long others take: give train.steps"),
         Refusal("train.fp8", "is not in a plan, which counts products in bf16: leave it out"),
         FOLLOWING[0],
     )
@@ -115,3 +115,6 @@ class PlanOptions:
     """--no-compile: memory of an eager run."""
     json: Path | None = None
     """Also write everything to this file. Default: no file."""
+
+    def __post_init__(self) -> None:
+        refuse_set(self.recipe, self.refusals)

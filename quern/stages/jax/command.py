@@ -19,13 +19,23 @@ from annotated_types import Interval
 from quern.field_types import Few, Threads
 from quern.flags import check_flags
 from quern.flags.check_flags import Mark, negated
-from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Arguments, Refusal, parse, refuse_idle
+from quern.flags.recipe_flags import (
+    FINE_TUNING,
+    FOLLOWING,
+    RL,
+    WORKERS,
+    Arguments,
+    Refusal,
+    parse,
+    refuse_idle,
+    refuse_set,
+)
 from quern.recipe import Recipe
 from quern.recipes import chosen_recipe, load_recipe
 from quern.records import find_trackers, read_regular
 from quern.runs.run_dir import RunDir
 from quern.terminal import listed, silent
-from quern.validate import extra, flag, is_set, nearest
+from quern.validate import extra, flag, nearest
 
 VERBS = {
     "train": "train the `gpt` recipe, or that of a file, in JAX",
@@ -212,9 +222,7 @@ def training(arguments: Arguments, recipe: Recipe) -> JaxTrainOptions:
     except ValueError as error:
         path = arguments.value("config")
         raise ValueError(f"{error} (with the fields of {path})" if path else str(error)) from error
-    for name, reason, _ in JaxTrainOptions.refusals:
-        if name.startswith("train.") and is_set(recipe, name):
-            raise ValueError(f"{flag(name)}, which the recipe '{recipe.name}' sets, {reason}")
+    refuse_set(recipe, JaxTrainOptions.refusals)
     return options
 
 
