@@ -248,20 +248,19 @@ PRECISION: Callable[[Any], Any] = attrgetter("config.jax_default_matmul_precisio
 
 
 def check_products_of_fp32_are_whole_while_it_checks() -> None:
-    """GPUs and TPUs would round their factors to 10 bits and less, by default."""
-    seen = []
-    found = {"checked": {"passed": True, "value": 0.0, "bar": ""}}
+    """GPUs and TPUs would round their factors to 10 bits and less, by default. Each finding is said before the next."""
+    seen, said = list[tuple[str, int]](), list[str]()
 
-    def looked(core: type[Grug]) -> dict[str, Any]:
-        seen.append(PRECISION(jax))
-        return found
+    def looked(core: type[Grug], cases: Any = ()) -> dict[str, Any]:
+        seen.append((PRECISION(jax), len(said)))
+        return {f"check {len(seen)}": {"passed": True, "value": 0.0, "bar": ""}}
 
     with (
         TemporaryDirectory() as out,
         patch.multiple(gauntlet, check_attention=looked, check=looked, measure=lambda core, steps: {}),
     ):
-        assert gauntlet.run(Grug, "gpt", Path(out), 1, print)
-    assert seen == ["highest", "highest"] and PRECISION(jax) is None
+        assert gauntlet.run(Grug, "gpt", Path(out), 1, said.append)
+    assert seen == [("highest", 1 + before) for before in range(len(gauntlet.CASES) + 1)] and PRECISION(jax) is None
 
 
 def check_jax_does_not_compute_elsewhere_in_silence() -> None:
