@@ -8,16 +8,13 @@ from pathlib import Path
 
 import jax
 
-from quern.grug.evaluate import group_sizes
 from quern.grug.mesh import make_mesh, use_device
 from quern.grug.state import step_config
 from quern.lab.trainer import Note, Ready, Trainer
 from quern.machine import Machine
-from quern.model.base import KINDS
-from quern.model.count import of_kinds
 from quern.recipe import Resolved
 from quern.stages.jax.backend import JaxBackend, processes
-from quern.stages.jax.train import core_of, fresh_run, make_plan, validate_run
+from quern.stages.jax.train import core_of, count, fresh_run, make_plan, validate_run
 from quern.stages.prepare import Prepared
 
 
@@ -33,9 +30,6 @@ class JaxTrainer(Trainer):
     def _ready(self, recipe: Resolved, prepared: Prepared, every: int, note: Note) -> Iterator[Ready]:
         cfg = step_config(recipe, str(self.machine.dtype).removeprefix("torch."), core_of(recipe))
         with jax.set_mesh(self._mesh):
-            kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
-            for group, size in group_sizes(cfg).items():
-                kinds[group if group in KINDS else "scalars"] += size
             run = fresh_run(recipe, cfg, self._mesh)
             validated = every, lambda run: note(run, validate_run(run, recipe, prepared, self._mesh))
-            yield JaxBackend(run, processes()), make_plan(recipe, cfg, [validated]), of_kinds(kinds)
+            yield JaxBackend(run, processes()), make_plan(recipe, cfg, [validated]), count(cfg)

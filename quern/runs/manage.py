@@ -27,6 +27,8 @@ Log = Callable[[str], None]
 HEAD = ("name", "stages", "weights", "size", "text", "bits/byte", "age", "")
 ALIGNED_LEFT = 2
 NONE = "–"
+SHOWN = (STAGES[0], "grug", *STAGES[1:])
+"""All stages; the first two train a base model, in PyTorch and in JAX."""
 TAKES = {"show": "RUN", "rename": "RUN NEW", "remove": "RUN", "compare": "RUN RUN"}
 
 
@@ -90,7 +92,7 @@ def _row(run_dir: RunDir) -> list[str]:
     size, written = _files(run_dir)
     return [
         run_dir.run,
-        ", ".join(stage for stage in STAGES if run_dir.has_trained(stage)) or NONE,
+        ", ".join(stage for stage in SHOWN if run_dir.has_trained(stage)) or NONE,
         NONE if weights is None else f"{weights / 1e6:,.3g} M",
         human_size(size),
         facts.get("data", {}).get("source", NONE),
@@ -118,10 +120,11 @@ def _files(run_dir: RunDir) -> tuple[int, float]:
 
 
 def bits_per_byte(run_dir: RunDir) -> float | None:
-    """The last validation of the run's pretraining; None if there is none."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        metrics = run_dir.stage("pretrain") / METRICS
-        return float(read_lines(metrics, having=b'"val_bpb"', skip_damaged=True)[-1]["val_bpb"])
+    """The last validation of the run's pretraining, in PyTorch or else in JAX; None if there is none."""
+    for stage in SHOWN[:2]:
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            lines = read_lines(run_dir.stage(stage) / METRICS, having=b'"val_bpb"', skip_damaged=True)
+            return float(lines[-1]["val_bpb"])
     return None
 
 
@@ -172,7 +175,7 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
     from quern.runs.origin import flat, read_origin
 
     table(runs[0].out, list(dict.fromkeys(runs)), log)
-    asked_for = [[stage] if (stage := name.partition("/")[2]) else STAGES for name in names]
+    asked_for = [[stage] if (stage := name.partition("/")[2]) else SHOWN for name in names]
     origins = [
         next(filter(None, map(read_origin, map(one.stage, stages))), None)
         for one, stages in zip(runs, asked_for, strict=True)

@@ -89,7 +89,9 @@ def check_models_move_both_ways() -> None:
         assert "--stage is for `quern grug import`" in verb("eval", "--run", "twin", "--stage", "sft")
         written = json.loads((twin.stage(jax_stage.STAGE) / "machine.json").read_text(encoding="utf-8"))
         assert written["command"].startswith("quern grug train --data text.jsonl --depth 1 ")
-        loaded = load(twin, CPU, print)
+        loaded, known = load(twin, CPU, print), twin.facts()
+        assert known["command"] == written["command"] and known["machine"]["devices"] == "1 x cpu"
+        assert known["model"]["parameters"] == asdict(count(loaded.model)) and known["data"]["source"] == "text"
         with safe_open(twin.stage(jax_stage.STAGE) / "weights.safetensors", framework="pt") as file:
             facts, weights = json.loads(file.metadata()["quern"]), dict(loaded.model.named_parameters())
             assert facts.keys() == {"recipe", "tokenizer", "step"} and facts["step"] == 4

@@ -61,6 +61,10 @@ def test_the_table_has_a_line_of_facts_for_each_run(mine: RunDir, runs: Told) ->
     assert cells[1][:3] + cells[1][4:] == ["older", "pretrain", "9.4 M", "books", "3.250", "2 hours"]
     assert all(re.fullmatch(r"5\.\d kB", row[3]) for row in cells)
     assert "running" not in runs()
+    mine.stage("pretrain").rename(mine.stage("grug"))
+    assert re.search(r" mine +grug +– .* 2\.500 ", runs()), "trained by the JAX twin"
+    RunDir(mine.out, "older").stage("pretrain").rename(RunDir(mine.out, "older").stage("grug"))
+    assert re.search(r"^ *depth +4 +6$", runs("compare", "mine", "older"), re.MULTILINE)
 
 
 def test_a_run_that_has_just_begun_has_a_line_too(mine: RunDir, runs: Told) -> None:

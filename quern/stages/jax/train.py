@@ -25,11 +25,12 @@ from quern.data.batch import Batch
 from quern.data.packing import windows
 from quern.eval.bits_per_byte import BitsPerByte, sums
 from quern.field_types import code_path
-from quern.grug.evaluate import flops_per_token, measure_peak_flops
+from quern.grug.evaluate import flops_per_token, group_sizes, measure_peak_flops
 from quern.grug.mesh import BATCH, batch_shards, check_model_axis, check_rows, first_process_first, place
 from quern.grug.model import Params, layout
 from quern.grug.state import Grug, StepConfig, eval_step, init_state, state_of, step_config
-from quern.model.count import Flops
+from quern.model.base import KINDS
+from quern.model.count import Flops, Parameters, of_kinds
 from quern.recipe import Recipe, Resolved, ResolvedModel
 from quern.recipes import gpt
 from quern.records import git_hash
@@ -37,7 +38,7 @@ from quern.resolve import resolve
 from quern.runs.load import open_checkpoint
 from quern.runs.origin import FILE, Origin, compare, read_origin, source_digest, with_absolute_paths
 from quern.runs.public_data import with_shards
-from quern.runs.run_dir import RunDir
+from quern.runs.run_dir import STAGES, RunDir
 from quern.runs.training import fit_to_text, make_batches, plan_of
 from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, known, name_of, processes
 from quern.stages.prepare import Prepared, data_of_run, fit_vocabulary, own_megabytes
@@ -85,7 +86,7 @@ def run(asked: Recipe, mesh: Mesh, stage: JaxStage, *, dtype: str) -> int:
         changed = compare(began, origin, run_dir, STAGE)
         cfg = step_config(recipe, dtype, core)
         if stage.mesh.main:
-            _write_facts(path, cfg, mesh, stage.command)
+            _write_facts(stage, cfg, mesh, prepared.facts)
         evaluators = [(recipe.train.eval_every, lambda run: validate_run(run, recipe, prepared, mesh))]
         plan = make_plan(recipe, cfg, evaluators)
         plan = replace(plan, peak_flops=measure_peak_flops(cfg.dtype, mesh))
@@ -191,19 +192,26 @@ def validate_run(run: JaxRun, recipe: Resolved, prepared: Prepared, mesh: Mesh) 
     return {"val_bpb": score.bpb, "val_loss": score.nats_per_token}
 
 
-def _write_facts(path: Path, cfg: StepConfig, mesh: Mesh, command: str) -> None:
-    """Writes machine.json: the command, the devices, the versions."""
-    body = {
-        "command": command,
-        "git": git_hash(Path(__file__).parent),
-        "devices": describe(mesh),
-        "processes": jax.process_count(),
-        "mesh": dict(mesh.shape),
-        "dtype": cfg.dtype,
-        "flops_per_token": flops_per_token(cfg),
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-    }
-    write_whole(path / "machine.json", json.dumps(body, indent=2) + "\n")
+def count(cfg: StepConfig) -> Parameters:
+    """Counts the parameters of a model."""
+    kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
+    for group, size in group_sizes(cfg).items():
+        kinds[group if group in KINDS else "scalars"] += size
+    return of_kinds(kinds)
+
+
+def _write_facts(stage: JaxStage, cfg: StepConfig, mesh: Mesh, facts: dict[str, Any]) -> None:
+    """Writes machine.json: the command, the devices, the versions. With facts on its text, a run that PyTorch has not
+    trained also gets run.json."""
+    cost = {"flops_per_token": flops_per_token(cfg)}
+    about = {"command": stage.command, "git": git_hash(Path(__file__).parent)}
+    about |= {"versions": {"python": platform.python_version(), "jax": jax.__version__}}
+    machine = {"devices": describe(mesh), "processes": jax.process_count(), "mesh": dict(mesh.shape)}
+    machine["dtype"] = cfg.dtype
+    write_whole(stage.folder / "machine.json", json.dumps(about | machine | cost, indent=2) + "\n")
+    if facts and not any(map(stage.run_dir.has_trained, STAGES)):
+        model = {"parameters": vars(count(cfg)), **cost}
+        stage.run_dir.write("run.json", {**about, "machine": machine, "model": model, **facts})
 
 
 # To PyTorch and back ----------------------------------------------------------------------------------------
