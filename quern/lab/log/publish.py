@@ -38,12 +38,6 @@ INTRODUCTION = (
     "bits per byte of held-out text: below 0 the idea is better ([how a verdict is reached](../docs/statistics.md)). A "
     "multiplier of 1.08 says that the baseline needs 8 % more compute ([the ladder](../docs/ladder.md)); its interval "
     "is a plain one of 95 %, for one idea and one look, so it may exclude 1 where the verdict is still undecided.\n",
-    "Fifteen comparisons before the ladder are not here any more. They trained 100 to 200 steps, most of them at width "
-    "64 and a vocabulary of 1,024, and their baselines scored worse than a bigram that counts the same tokens: at that "
-    "size a layer without attention changed nothing, removing value embeddings helped, and tying the head gained 0.19 "
-    "bits per byte. Of twelve ideas measured again at a larger size, eight changed their verdict and two of those "
-    "reversed. They taught that a baseline must first beat counting, and that a gain is worth the compute that it "
-    "saves at several sizes.\n",
 )
 
 
