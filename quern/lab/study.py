@@ -44,6 +44,11 @@ def start_facts(machine: Machine, command: str) -> dict[str, Any]:
     }
 
 
+def data_names(data: str) -> str:
+    """The names of a recipe's data, one in each line, without folders as text of one line."""
+    return ", ".join(Path(name).name for name in data.split("\n"))
+
+
 class Study:
     """An open study."""
 

@@ -273,7 +273,9 @@ def test_runs_that_fail_are_no_numbers_anywhere(tmp_path: Path) -> None:
     assert (found["fails"].verdict, found["fails"].pairs) == ("fails", 0)
     assert (found["both"].failed, found["both"].pairs) == (1, len(study.runs("both", 0)) - 1)
     assert f"{len(study.runs('base', 0)) - 1} seeds" in proxy_line(study, 0), "the failed run is no score"
+    study.arms["base"].recipe["data"] = "a.txt\ntexts"
     page = ComparisonPage(study).page()
+    assert "Baseline `base` on `a.txt, texts` (" in page.files["study.md"]
     assert "| fails | 0 | … | […, …] | fails |" in page.files["study.md"]
     assert page.verdicts["fails"][0].text == "fails on rung 0 (… bits per byte, 0 pairs)"
     for name in study.arms:  # every run of both diverges

@@ -16,6 +16,7 @@ from quern.lab.log.comparison import ComparisonPage
 from quern.lab.log.pages import Page, Verdict
 from quern.lab.log.publish import _public_command, idea_files, run
 from quern.lab.options import LogOptions
+from quern.lab.search.results import summary
 from quern.lab.search.sweep import run as run_sweep
 from quern.lab.study import start_facts
 from quern.recipe import Recipe
@@ -85,6 +86,9 @@ def test_a_sweep_has_a_page_with_its_best_trials(tmp_path: Path) -> None:
     rows = [line for line in page.splitlines() if line.startswith(f"| {best['trial']} |")]
     assert len(rows) == 1 and f"| {best['bpb']:.4f} |" in rows[0]
     assert "24 trials" in page and "](s-pairs.svg)" in page and "against the recipe's own values" in page
+    assert "## Importances\n" in page and "## Importances\n" not in swept(tmp_path / "few", trials=3)[1]
+    results["plan"]["recipe"]["data"] = "/a/a.txt\n/b/texts/"
+    assert " on `a.txt, texts`: 24 trials" in summary(results)
     assert f"{best['bpb']:.4f} bits per byte" in files[tmp_path / "project" / "experiments" / "LOG.md"]
     damaged = json.dumps({name: value for name, value in results.items() if name != "plan"})
     (folder / "results.json").write_text(damaged, encoding="utf-8")

@@ -21,6 +21,7 @@ from quern.lab.ladder.study import Comparison, at_rung, numbers
 from quern.lab.ladder.work import judged
 from quern.lab.log.pages import GREY, HEADER, STYLE, Page, Verdict, repeat, table
 from quern.lab.options import CompareOptions
+from quern.lab.study import data_names
 from quern.lab.verdict import Finding
 from quern.recipe import Resolved
 from quern.recipes import load_recipe
@@ -124,7 +125,7 @@ class ComparisonPage:
         plan = self.study.plan
         machines = {one.machine for runs in self.study.trials.values() for one in runs.values() if one.machine}
         lowest = min(self.rungs, default=min(map(int, plan.rungs)))
-        one = plan.rungs[str(lowest)]
+        one, data = plan.rungs[str(lowest)], data_names(self.study.arms[plan.base].recipe.get("data", plan.data))
         since = (
             "an old one: the defaults have changed since" if self.today else "in a file or with flags that are no more"
         )
@@ -132,7 +133,7 @@ class ComparisonPage:
         if self.aside:
             old += " **Flags of its command change the baseline, so no idea's file has these verdicts.**"
         return (
-            f"Baseline `{plan.base}` on `{plan.data}` (text {plan.text}); {'the lowest rung' if plan.ladder else 'it'} "
+            f"Baseline `{plan.base}` on `{data}` (text {plan.text}); {'the lowest rung' if plan.ladder else 'it'} "
             f"is {self.size(lowest)}{one.steps:,} steps of {one.batch_tokens:,} tokens. Registered "
             f"{plan.facts['registered']}: {plan.metric}; δ {plan.delta:g}, α {plan.alpha:g} over "
             f"{counted(len(self.study.ideas), 'idea')}, at most {plan.most_pairs} pairs. Trained on: "

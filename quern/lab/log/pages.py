@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from quern.lab.scaling.isoflop import CONVENTIONS
 from quern.lab.scaling.study import CELLS, FITS, Grid
 from quern.lab.search.results import FIGURE, RESULTS, TRIALS, best_line, importance_table, summary, trial_table
+from quern.lab.study import data_names
 from quern.records import read_json, read_lines
 from quern.report.plots import svg
 
@@ -87,7 +88,7 @@ def read_scaling(folder: Path) -> Page:
     name, facts, recipe = folder.name, plan["facts"], plan["recipe"]
     budgets = ", ".join(f"{budget:.3g}" for budget in plan["budgets"])
     summary = (
-        f"An IsoFLOP study of `{recipe['name']}` on `{recipe['data']}`: budgets of {budgets} FLOPs, sizes "
+        f"An IsoFLOP study of `{recipe['name']}` on `{data_names(recipe['data'])}`: budgets of {budgets} FLOPs, sizes "
         f"{', '.join(plan['sizes'])}, {fits['runs']['used']} of {fits['runs']['planned']} runs used."
     )
     files = {f"{name}-{convention}.svg": _figure(convention, cells, fits) for convention in CONVENTIONS}
@@ -137,6 +138,8 @@ def read_sweep(folder: Path) -> Page:
     facts: dict[str, Any] = read_json(folder / RESULTS, dict[str, Any])
     name, figure = folder.name, f"{folder.name}-pairs.svg"
     told, best = summary(facts), best_line(facts)
+    how = "How much each field decides whether a trial is among the best tenth (PED-ANOVA, arXiv 2304.10255).\n"
+    importances = ["## Importances\n", how, *table(*importance_table(facts)), ""]
     lines = [
         f"# {name}\n",
         f"{told} {machine_line(facts['facts'])}\n",
@@ -145,10 +148,7 @@ def read_sweep(folder: Path) -> Page:
         "## The best trials\n",
         *table(*trial_table(facts, read_lines(folder / TRIALS))),
         "",
-        "## Importances\n",
-        "How much each field decides whether a trial is among the best tenth (PED-ANOVA, arXiv 2304.10255).\n",
-        *table(*importance_table(facts)),
-        "",
+        *(importances if facts["importances"] else ()),
         *(f"- {line}" for line in facts["edges"]),
         "",
         *repeat(facts["facts"]),

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from quern.flags.check_flags import negated
 from quern.lab.search.space import Dimension, Space, shown
-from quern.lab.study import Study
+from quern.lab.study import Study, data_names
 from quern.lab.verdict import WORST, score
 from quern.records import strict
 from quern.report.plots import log_ticks, svg
@@ -122,8 +122,8 @@ def summary(facts: dict[str, Any]) -> str:
     outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in facts["outcomes"].items())
     fields, seeds = counted(len(plan["space"]), "field"), counted(len(plan["seeds"]), "seed")
     return (
-        f"A sweep of {fields} of `{recipe['name']}`, depth {recipe['depth']}, on `{recipe['data']}`"
-        f": {counted(facts['trials'], 'trial')} ({outcomes}) of {seeds} each."
+        f"A sweep of {fields} of `{recipe['name']}`, depth {recipe['depth']}, on `{data_names(recipe['data'])}`: "
+        f"{counted(facts['trials'], 'trial')} ({outcomes}) of {seeds} each."
     )
 
 
