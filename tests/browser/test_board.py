@@ -300,6 +300,11 @@ def test_rungs_of_a_ladder_are_never_averaged(chrome: Chrome, out: Path, url: st
     until_rows(chrome, "lines", 3)
     expected = ["gpt · rung 0", "gpt · rung 1", "idea · rung 0"]
     assert [row[:2] for row in rows(chrome, "lines")] == [[name, "3"] for name in expected]
+    choose(chrome, "group", "")
+    until_rows(chrome, "lines", 8)
+    chrome.run("document.getElementById('live').click(), document.getElementById('live').click()")  # asks again
+    names = [row[0] for row in rows(chrome, "lines")]
+    assert len({*names}) == 8 == len(names) and "gpt seed 0, rung 1" in names
 
 
 def test_a_bookmark_of_a_study_that_was_removed_shows_the_runs(chrome: Chrome, url: str) -> None:

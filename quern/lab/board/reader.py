@@ -258,7 +258,8 @@ def _trial(trial: dict[str, Any], recipe: Any) -> Entry:
     names = ("tokens", "flops", "seconds", "tokens_per_second")
     curve.last = {name: trial[name] for name in names if name in trial}
     curve.last |= {"step": trial.get("steps"), "val_bpb": trial.get("bpb")}
-    entry = Entry(arm, f"seed {trial.get('seed')}", curve)
+    which = "".join(f", {name} {trial[name]}" for name in ("rung", "value") if name in trial)
+    entry = Entry(arm, f"seed {trial.get('seed')}{which}", curve)
     entry.status = "diverged" if trial.get("bpb") is None else "finished"
     entry.steps = steps if is_number(steps := trial.get("steps")) else None
     entry.recipe = flat(recipe) if isinstance(recipe, dict) else {}
