@@ -102,13 +102,14 @@ def start(
     env = {**environment(), **(variables or {})}
     # The child must find this quern, installed or not.
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(quern.__file__).parents[1]), env.get("PYTHONPATH")]))
-    command, pipe = [sys.executable, "-m", module, json.dumps(order)], subprocess.PIPE
+    command, pipe = [sys.executable, "-m", module], subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=env, encoding="utf-8") as process,
     ):
         child = Child(name, process, errors)
         try:
+            child.send(order)  # an argument may have 128 KiB, and an idea's file more
             yield child
         except BaseException:
             process.kill()
@@ -135,7 +136,8 @@ def replying() -> Iterator[Callable[[Any], None]]:
 
 def orders() -> tuple[Any, Iterator[Any]]:
     """Returns a child's order, and an iterator of the requests that follow."""
-    return json.loads(sys.argv[1]), map(json.loads, sys.stdin)
+    requests = map(json.loads, sys.stdin)
+    return next(requests), requests
 
 
 def end_with_parent(requests: Iterable[Any]) -> None:

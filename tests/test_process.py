@@ -42,6 +42,9 @@ serve(answers)
 """
 
 
+ORDER = {"a": [1, None], "source of an idea": "x" * 200_000}
+
+
 def test_a_process_looks_for_no_garbage_at_its_end() -> None:
     """Among all that PyTorch made that takes a fifth of the time of a short command."""
     code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); import quern.process"
@@ -65,12 +68,12 @@ with replying() as reply:
 def echo(tmp_path: Path) -> Iterator[Child]:
     (tmp_path / "echo_child.py").write_text(ECHO, encoding="utf-8")
     with echoing(tmp_path) as child:
-        assert child.answer() == {"order": {"a": [1, None]}, "torch": False}
+        assert child.answer() == {"order": ORDER, "torch": False}
         yield child
 
 
 def echoing(folder: Path) -> AbstractContextManager[Child]:
-    return start("echo_child", "echo", {"a": [1, None]}, {"PYTHONPATH": str(folder), "COLOUR": "grün"})
+    return start("echo_child", "echo", ORDER, {"PYTHONPATH": str(folder), "COLOUR": "grün"})
 
 
 def test_a_child_answers_each_request(echo: Child) -> None:
