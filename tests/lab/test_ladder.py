@@ -278,6 +278,10 @@ def test_runs_that_fail_are_no_numbers_anywhere(tmp_path: Path) -> None:
     assert "Baseline `base` on `a.txt, texts` (" in page.files["study.md"]
     assert "| fails | 0 | … | […, …] | fails |" in page.files["study.md"]
     assert page.verdicts["fails"][0].text == "fails on rung 0 (… bits per byte, 0 pairs)"
+    assert "## Known answers" not in page.files["study.md"]
+    study.plan.facts["command"] = "quern lab calibrate base.py experiments/mine.json"
+    (tmp_path / "experiments" / "mine.json").write_text('{"fails": ["worse"]}', encoding="utf-8")
+    assert "## Known answers on rung 0" in ComparisonPage(study).page().files["study.md"]
     for name in study.arms:  # every run of both diverges
         for seed, one in study.trials[name, 0, None].items():
             study.trials[name, 0, None][seed] = replace(one, bpb=None)

@@ -86,10 +86,11 @@ class ComparisonPage:
 
     @cached_property
     def answers(self) -> dict[str, list[str]]:
-        """The known answers of the project, for a study that `quern lab calibrate` began; {} for others."""
-        file = self.study.folder.parents[1] / "known_answers.json"  # experiments/, beside records/STUDY
-        began = self.study.plan.facts["command"].startswith("quern lab calibrate ")
-        return read_json(file, dict[str, list[str]]) if began and file.is_file() else {}
+        """The known answers that `quern lab calibrate` began with, if the project has the file; {} for others."""
+        words = shlex.split(self.study.plan.facts["command"])
+        named = next((word for word in words if word.endswith(".json")), "experiments/known_answers.json")
+        file = self.study.folder.parents[2] / named  # of the project that has experiments/records/STUDY
+        return read_json(file, dict[str, list[str]]) if words[2:3] == ["calibrate"] and file.is_file() else {}
 
     def page(self) -> Page:
         name, plan = self.study.name, self.study.plan
