@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from glob import glob
@@ -134,6 +134,14 @@ def is_set(recipe: Recipe, name: str) -> bool:
     body = getattr(recipe, part) if part else recipe
     value, default = getattr(body, own), type(body).__dataclass_fields__[own].default
     return value != default and not (value is False and default is None)  # off, where it would be on by itself
+
+
+def refuse_set(recipe: Recipe, refusals: Iterable[tuple[str, str, str]]) -> None:
+    """Raises ValueError if a recipe, such as that of a file, sets a field of the training loop that a verb refuses.
+    refusals: as `recipe_flags.Refusal`."""
+    for name, reason, _ in refusals:
+        if name.startswith("train.") and is_set(recipe, name):
+            raise ValueError(f"{flag(name)}, which the recipe '{recipe.name}' sets, {reason}")
 
 
 def check_body(body: Any) -> None:

@@ -17,8 +17,9 @@ from annotated_types import Interval
 
 from quern.field_types import Amount, Few
 from quern.flags.check_flags import Mark
-from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, Refusal, refuse_set
+from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, Refusal
 from quern.recipe import Recipe
+from quern.validate import refuse_set
 
 ATTAINED_MATMUL = 0.7
 """Share of the peak that large matrix products reach: clocks fall under load, and tiles do not fill a GPU evenly."""

@@ -181,13 +181,6 @@ def _default(one: check_flags.Flag, filled: Recipe, of_the_run: bool) -> str | N
     return "(default: derived from the run)" if of_the_run else f"(default: {shown}; follows)"
 
 
-def refuse_set(recipe: Recipe, refusals: Iterable[Refusal]) -> None:
-    """Raises ValueError if a recipe, such as that of a file, sets a field of the training loop that a verb refuses."""
-    for name, reason, _ in refusals:
-        if name.startswith("train.") and is_set(recipe, name):
-            raise ValueError(f"{flag(name)}, which the recipe '{recipe.name}' sets, {reason}")
-
-
 REWARDS_OF_FILES = ("gsm8k", "programs")
 """The environments of rl/environment.py that read the files of `rl.data`."""
 PATHS = ("rl.data", "sft.tests", "val")

@@ -19,23 +19,13 @@ from annotated_types import Interval
 from quern.field_types import Few, Threads
 from quern.flags import check_flags
 from quern.flags.check_flags import Mark, negated
-from quern.flags.recipe_flags import (
-    FINE_TUNING,
-    FOLLOWING,
-    RL,
-    WORKERS,
-    Arguments,
-    Refusal,
-    parse,
-    refuse_idle,
-    refuse_set,
-)
+from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Arguments, Refusal, parse, refuse_idle
 from quern.recipe import Recipe
 from quern.recipes import chosen_recipe, load_recipe
 from quern.records import find_trackers, read_regular
 from quern.runs.run_dir import RunDir
 from quern.terminal import listed, silent
-from quern.validate import extra, flag, nearest
+from quern.validate import extra, flag, nearest, refuse_set
 
 VERBS = {
     "train": "train the `gpt` recipe, or that of a file, in JAX",
