@@ -71,7 +71,7 @@ def run(core: type[Grug], name: str, out: Path, steps: int, log: Callable[[str],
     log(f"checking {name}; each check is compiled first, which takes its time")
     checks: dict[str, dict[str, Any]] = {}
     with jax.default_matmul_precision("highest"):  # GPUs and TPUs round products of fp32 otherwise
-        for part in (*(partial(check_attention, core, [case]) for case in CASES), partial(check, core)):
+        for part in (*(partial(check_attention, core, case) for case in CASES), partial(check, core)):
             for what, found in part().items():
                 if what not in checks:
                     log(f"  {'ok  ' if found['passed'] else 'FAIL'} {what}: {found['value']:.3g} ({found['bar']})")
@@ -95,17 +95,15 @@ def run(core: type[Grug], name: str, out: Path, steps: int, log: Callable[[str],
     return passed
 
 
-def check_attention(core: type[Grug], cases: Sequence[Case] = CASES) -> dict[str, dict[str, Any]]:
-    """Returns value, bar and verdict of each case; the value is the worst deviation of an element over its bound."""
-    found = {}
-    for platform, shape, dtype in cases:
-        name, attend = f"attention for {platform}", _path_of(platform)
-        if core.attention is not Grug.attention:  # an experiment's own: one path on every platform
-            name, attend = "attention", core.attention
-        cfg = StepConfig(shape, OPTIM, dtype, None, core=core)
-        name = f"{name} = reference, {dtype}, {shape.context} tokens of {shape.head_dim} channels"
-        found[name] = _found(_worst(cfg, attend, platform == "tpu"), 1.0, "≤ 1 of the bound")
-    return found
+def check_attention(core: type[Grug], case: Case) -> dict[str, dict[str, Any]]:
+    """Returns value, bar and verdict of a case; the value is the worst deviation of an element over its bound."""
+    platform, shape, dtype = case
+    name, attend = f"attention for {platform}", _path_of(platform)
+    if core.attention is not Grug.attention:  # an experiment's own: one path on every platform
+        name, attend = "attention", core.attention
+    worst = _worst(StepConfig(shape, OPTIM, dtype, None, core=core), attend, platform == "tpu")
+    name = f"{name} = reference, {dtype}, {shape.context} tokens of {shape.head_dim} channels"
+    return {name: _found(worst, 1.0, "≤ 1 of the bound")}
 
 
 def _path_of(platform: str) -> Callable[..., jax.Array]:

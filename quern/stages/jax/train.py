@@ -201,17 +201,19 @@ def count(cfg: StepConfig) -> Parameters:
 
 
 def _write_facts(stage: JaxStage, cfg: StepConfig, mesh: Mesh, facts: dict[str, Any]) -> None:
-    """Writes machine.json: the command, the devices, the versions. With facts on its text, a run that PyTorch has not
-    trained also gets run.json."""
-    cost = {"flops_per_token": flops_per_token(cfg)}
-    about = {"command": stage.command, "git": git_hash(Path(__file__).parent)}
-    about |= {"versions": {"python": platform.python_version(), "jax": jax.__version__}}
-    machine = {"devices": describe(mesh), "processes": jax.process_count(), "mesh": dict(mesh.shape)}
-    machine["dtype"] = cfg.dtype
-    write_whole(stage.folder / "machine.json", json.dumps(about | machine | cost, indent=2) + "\n")
+    """Writes machine.json: the command, the devices, the versions, the model. With facts on its text, a run that
+    PyTorch has not trained also gets run.json."""
+    devices = {"devices": describe(mesh), "processes": jax.process_count(), "mesh": dict(mesh.shape)}
+    body = {
+        "command": stage.command,
+        "git": git_hash(Path(__file__).parent),
+        "machine": {**devices, "dtype": cfg.dtype},
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "model": {"parameters": vars(count(cfg)), "flops_per_token": flops_per_token(cfg)},
+    }
+    write_whole(stage.folder / "machine.json", json.dumps(body, indent=2) + "\n")
     if facts and not any(map(stage.run_dir.has_trained, STAGES)):
-        model = {"parameters": vars(count(cfg)), **cost}
-        stage.run_dir.write("run.json", {**about, "machine": machine, "model": model, **facts})
+        stage.run_dir.write("run.json", body | facts)
 
 
 # To PyTorch and back ----------------------------------------------------------------------------------------
