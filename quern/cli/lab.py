@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from quern.cli.options import log
 from quern.cli.summaries import EXAMPLES
@@ -18,10 +18,6 @@ from quern.recipes import chosen_recipe, load_recipe
 from quern.records import read_json
 from quern.terminal import listed
 from quern.validate import extra, nearest
-
-if TYPE_CHECKING:
-    from quern.lab.trainer import Trainer
-    from quern.machine import Machine
 
 T = TypeVar("T", CompareOptions, SweepOptions, ScalingOptions, PlanOptions)
 
@@ -87,14 +83,15 @@ def _sweep(rest: Arguments, help_text: str) -> int:
     if options.sampler == "grid" and "trials" in rest.given:
         raise ValueError("--trials does nothing with --sampler grid, which tries every combination: leave it out")
     from quern import machine as machines
+    from quern.lab.arms import trainer_for
     from quern.lab.study import start_facts
 
     with extra("lab", "sweeps need extra packages"):
         from quern.lab.search import sweep
 
     sweep.space_of(options)  # refused before the machine is tried out, which compiles
-    trainer = _trainer(options.out, machines.detect(**options.device_arguments(options.workers)))
-    machine = trainer.machine
+    machine = machines.detect(**options.device_arguments(options.workers))
+    trainer = trainer_for(options.recipe, options.out, machine, log)
     worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(machine.threads)]
     facts = start_facts(machine, rest.command("lab sweep"))
     return sweep.run(options, log, trainer, worker, machines.worker_variables(machine), facts=facts, source=source)
@@ -102,13 +99,14 @@ def _sweep(rest: Arguments, help_text: str) -> int:
 
 def _scaling(rest: Arguments, help_text: str) -> int:
     options, source = _options(ScalingOptions, "lab scaling", rest, help_text)
+    from quern.lab.arms import trainer_for
     from quern.lab.scaling import study as scaling
     from quern.lab.study import start_facts
 
     plan = scaling.planned(options, log)  # refuses flags before the machine is tried out, which compiles
     if options.plan:
         return 0
-    trainer = None if options.fit else _trainer(options.out, options.where.detect())
+    trainer = None if options.fit else trainer_for(options.recipe, options.out, options.where.detect(), log)
     facts = trainer and start_facts(trainer.machine, rest.command("lab scaling"))
     return scaling.run(options, plan, trainer, log, source, facts=facts)
 
@@ -202,10 +200,3 @@ def _options(
         options = replace(options, recipe=with_local_data(options.recipe, out, rest, log))
     refuse_idle(options.recipe, rest.given, is_tokens(options.recipe.data, out))
     return options, source
-
-
-def _trainer(out: Path, machine: Machine) -> Trainer:
-    from quern.kernels.attention.autotune import select_attention
-    from quern.lab.trainer import Trainer
-
-    return Trainer(out, select_attention(machine), log)

@@ -25,6 +25,7 @@ from quern.recipe import Recipe
 from quern.records import typed
 from quern.runs.origin import with_absolute_paths
 from quern.temporaries import scratch_folder
+from quern.terminal import silent
 
 PARTS = ("Hypothesis", "Source", "Published", "Expected effect", "Changed", "Verdict")
 """Parts of a docstring; the first word of each is the field of `Idea`."""
@@ -126,15 +127,15 @@ def on_cluster(out: Path, machine: Mapping[str, Any]) -> Train:
     return train
 
 
-def trainer_for(recipe: Recipe, out: Path, machine: Machine) -> Trainer:
+def trainer_for(recipe: Recipe, out: Path, machine: Machine, log: Callable[[str], None] = silent) -> Trainer:
     """Returns the trainer of a recipe's library: JAX's for a model of the JAX twin, else PyTorch's."""
     if "jax" in sys.modules:  # the file of such a model has imported it
         from quern.grug.state import Grug
         from quern.lab.jax_trainer import JaxTrainer
 
         if isinstance(recipe.make_model, type) and issubclass(recipe.make_model, Grug):
-            return JaxTrainer(out, machine)
-    return Trainer(out, select_attention(machine))
+            return JaxTrainer(out, machine, log)
+    return Trainer(out, select_attention(machine), log)
 
 
 def _order(arm: Arm, out: Path, machine: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from quern.stages.prepare import Prepared
 class JaxTrainer(Trainer):
     """See `Trainer`. Steps compile once for all trials of one length: the rates of a recipe are constants of a step."""
 
-    def __init__(self, out: Path, machine: Machine) -> None:
-        super().__init__(out, machine)
+    def __init__(self, out: Path, machine: Machine, log: Callable[[str], None]) -> None:
+        super().__init__(out, machine, log)
         use_device(machine.device.type, machine.threads)
         self._mesh = make_mesh(devices=jax.devices()[:1])
 

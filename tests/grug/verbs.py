@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 
+from quern.cli import lab
 from quern.data.packing import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.flags.recipe_flags import Arguments
@@ -30,7 +31,7 @@ from quern.mesh import alone
 from quern.model.count import count, weightless
 from quern.model.gpt import GPT
 from quern.recipes import load_recipe
-from quern.records import read_metrics
+from quern.records import read_lines, read_metrics
 from quern.resolve import resolve
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir
@@ -174,7 +175,12 @@ def check_a_study_trains_files_of_the_twin() -> None:
         (sinks,) = in_process(Path("out"), machine)(arms["attention_sink"], [(1, 1)])
         recipe = resolve(arms["core"].recipe)
         counts = count(weightless(replace(recipe, make_model=GPT, model=replace(recipe.model, vocab_size=320))))
+        how = "--device cpu --dtype fp32 --no-compile --space optim.matrix-lr=0.01..0.04 --trials 1 --seeds 1".split()
+        words = ("sweep", str(arms["core"].path), *TRAIN[1:], "--train.steps", "3", *how)
+        assert lab.main(Arguments(words), print) == 0
+        (line,) = read_lines(Path("out/lab/sweep/sweep.jsonl"))
     assert core.bpb == again.bpb and core.bpb is not None and sinks.bpb is not None
+    assert line["outcome"] == "finished" and line["runs"][0]["parameters"] == core.parameters
     assert core.parameters == asdict(counts)
     assert core.flops >= 6 * core.tokens * counts.kaplan
     assert [point.step for point in core.curve] == [2, 3]
