@@ -117,14 +117,15 @@ class Meter(AbstractContextManager["Meter"]):
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Lines of a table with right-aligned columns, of which the first `left` ones are aligned at the left."""
+    """Lines of a table with right-aligned columns, of which the first `left` ones are aligned at the left; none without
+    rows."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
         cells = [f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row)]
         return f"  {'  '.join(cells)}".rstrip()
 
-    return [line(row) for row in [head, *rows]]
+    return [line(row) for row in [head, *rows]] if rows else []
 
 
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "·": "*"} | dict.fromkeys("\u2212\u2013\u2010\u2011\ufe63\uff0d", "-"))

@@ -347,6 +347,18 @@ def test_a_failing_baseline_is_trained_when_its_file_is_repaired(tmp_path: Path)
     assert all(one.code == "repaired" and one.bpb != 9 for one in study.runs("base", 0).values())
 
 
+def test_a_baseline_alone_has_its_scores_in_the_report_and_no_empty_table(tmp_path: Path) -> None:
+    study, arms = make(tmp_path / "study", ["base"])
+    start(study, arms, Drawn({}), [], rungs=(0, 1))
+    study.ngrams.pop(2)  # as where rung 2 is trained for the curve alone
+    lines = report.study_lines(study)
+    assert [line for line in lines if line.startswith("Rung")] == ["Rung 0", "Rung 1"]
+    assert sum("; base " in line and "over 6 seeds" in line for line in lines) == 2, lines
+    study.plan.facts.update(command="quern lab ladder base.py", registered="")
+    page = ComparisonPage(study).page()
+    assert "## Rung 1" in page.files["study.md"] and "| idea" not in page.files["study.md"] + str(page.section)
+
+
 def test_a_baseline_above_the_trigram_is_refused(tmp_path: Path) -> None:
     study, arms = make(tmp_path / "study", ["base", "grows"])
     (tmp_path / "study" / BASELINES).write_text('{"rung": 0, "1": 3.0, "2": 2.9, "3": 2.0}\n')

@@ -215,10 +215,11 @@ def rows(study: Comparison) -> list[Row]:
 
 
 def judgements_of(study: Comparison) -> dict[int, Judgement]:
-    """The judgement on each rung that has trials of ideas, beside those that tuned a field."""
+    """The judgement on each rung that has trials of ideas, or of a baseline alone, beside those that tuned a field."""
     tuned = set(TUNE_SEEDS)
-    rungs = {rung for (arm, rung, _), runs in study.trials.items() if arm != study.plan.base and runs.keys() - tuned}
-    return {rung: judged(study, rung) for rung in sorted(rungs)}
+    judged_arms = study.ideas or [study.plan.base]
+    rungs = {rung for (arm, rung, _), runs in study.trials.items() if arm in judged_arms and runs.keys() - tuned}
+    return {rung: judged(study, rung) for rung in sorted(rungs & study.ngrams.keys())}
 
 
 def baseline_curve(study: Comparison, axis: str, most: float = math.inf) -> Curve | None:
@@ -267,7 +268,7 @@ def study_tables(study: Comparison) -> list[Table]:
     """Titled tables of a study: multipliers with their course, verdicts by rung, the test of the predictions."""
     found, judgements = rows(study), judgements_of(study)
     tables: list[Table] = []
-    if len(judgements) > 1:
+    if found and len(judgements) > 1:
         head = ("idea", *(f"rung {rung}" for rung in judgements), "from rung to rung", "trend")
         body: list[list[str]] = []
         begun = [row for row in found if any(one.pairs >= FIRST_LOOK for one in row.findings.values())]

@@ -68,9 +68,10 @@ def machine_line(facts: dict[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table, whose columns but the first are numbers."""
+    """Lines of a Markdown table, whose columns but the first are numbers; none without rows."""
     rule = "|---" + "|--:" * (len(head) - 1) + "|"
-    return [f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)]
+    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    return [lines[0], rule, *lines[1:]] if rows else []
 
 
 def repeat(facts: dict[str, Any]) -> list[str]:

@@ -256,7 +256,7 @@ def convention_lines(
         )
         for one in found.optima
     ]
-    lines = grid(head, rows) if rows else []
+    lines = grid(head, rows)
     lines += [f"  {one.flops:.3g} FLOPs: {one.refusal}" for one in found.optima if one.refusal]
     if found.refusal:
         lines.append(f"  no envelope: {found.refusal}")
