@@ -163,13 +163,7 @@ TOOLS: dict[str, tuple[Callable[[Arguments, str], int], str, str]] = {
     "plan": (_plan, "estimate time, memory and cost of a run on given GPUs", "--depth 20 --gpus 64 --gpu h100"),
 }
 """Each tool, what it does, and the arguments of an example."""
-BEFORE_FLAGS = {
-    "compare": "BASELINE IDEA … ",
-    "ladder": "BASELINE ",
-    "calibrate": "BASELINE ANSWERS ",
-    "log": "",
-    "board": "",
-}
+WORDS = {"compare": "BASELINE IDEA …", "ladder": "BASELINE", "calibrate": "BASELINE ANSWERS", "log": "", "board": ""}
 
 
 def main(arguments: Arguments, log: Callable[[str], None]) -> int:
@@ -182,7 +176,7 @@ def main(arguments: Arguments, log: Callable[[str], None]) -> int:
         raise ValueError(f"the lab has no '{arguments[0]}'{nearest(arguments[0], TOOLS)}; all of them: quern lab")
     tool = arguments[0]
     run, summary, example = TOOLS[tool]
-    usage = f"usage: quern lab {tool} {BEFORE_FLAGS.get(tool, '[RECIPE] ')}[FLAGS]"
+    usage = " ".join(filter(None, ["usage: quern lab", tool, WORDS.get(tool, "[RECIPE]"), "[FLAGS]"]))
     return run(Arguments(arguments[1:]), f"{summary}\n\nexample: quern lab {tool} {example}\n\n{usage}")
 
 

@@ -22,15 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from quern.data.batch import Batch
-from quern.grug.attention import (
-    AttentionMask,
-    by_head,
-    by_kv_head,
-    choose,
-    cudnn_attention,
-    splash_attention,
-    visible,
-)
+from quern.grug.attention import AttentionMask, by_head, by_kv_head, choose, cudnn_attention, splash_attention, visible
 from quern.grug.mesh import BATCH, batch_shards, make_mesh, place
 from quern.grug.model import logits
 from quern.grug.state import Grug, StepConfig, device_batch, init_state, loss_fn, measured_block, train_step

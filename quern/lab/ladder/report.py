@@ -355,9 +355,7 @@ def known_answers(judgement: Judgement, answers: Mapping[str, Sequence[str]]) ->
 def usable(rows: Sequence[Sequence[str]]) -> str:
     """Says from the rows of `known_answers` how many a rung gets right, and whether it may judge."""
     right, still_open, unknown = map([row[-1] for row in rows].count, ("right", "open", "not measured"))
-    others = "".join(
-        f", {count} {name}" for count, name in ((still_open, "still open"), (unknown, "not measured")) if count
-    )
+    others = "".join(f", {n} {name}" for n, name in ((still_open, "still open"), (unknown, "not measured")) if n)
     needed = FEWEST_RIGHT * len(rows)
     poor = "do not use it" if right + unknown < needed else "measure the others before it judges"
     return f"{right} of {len(rows)} known answers are right{others}: {'it may judge' if right >= needed else poor}"

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -248,14 +249,8 @@ def convention_lines(
 ) -> list[str]:
     """The fits by one convention."""
     head = ("FLOPs", "runs", "parameters", "tokens", "tokens per parameter", "bits per byte")
-    rows = [
-        (
-            f"{one.flops:.3g}",
-            str(one.cells),
-            *(str(x or "-") for x in (one.parameters, one.tokens, one.ratio, one.loss)),
-        )
-        for one in found.optima
-    ]
+    measured = attrgetter("parameters", "tokens", "ratio", "loss")
+    rows = [(f"{one.flops:.3g}", str(one.cells), *(str(x or "-") for x in measured(one))) for one in found.optima]
     lines = grid(head, rows)
     lines += [f"  {one.flops:.3g} FLOPs: {one.refusal}" for one in found.optima if one.refusal]
     if found.refusal:
