@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str], log: Log, description: str) -> int:
         compare(names, runs, log)
     elif not action:
         table(options.out, runs_in(options.out), log)
-    for one in runs:
+    for one in dict.fromkeys(runs):
         if action == "show":
             show(one, log)
         elif action == "remove" and (options.yes or asked(one)):
@@ -181,7 +182,8 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
         for one, stages in zip(runs, asked_for, strict=True)
     ]
     recipes = [flat(origin.recipe) if origin else {} for origin in origins]
-    fields = [name for name in recipes[0] if any(one.get(name) != recipes[0][name] for one in recipes[1:])]
+    known = [recipe for recipe in recipes if recipe]  # which a stage that is not there lacks
+    fields = [name for name in ChainMap(*known) if any(one.get(name) != known[0].get(name) for one in known)]
     if fields:
         log("fields of the recipe that differ:")
         for line in grid(["", *names], [[name, *(str(one.get(name, NONE)) for one in recipes)] for name in fields], 1):

@@ -117,7 +117,7 @@ def test_a_run_is_removed_after_a_question_and_never_while_it_is_in_use(
     linked.symlink_to(disk / "older")
     monkeypatch.setattr("builtins.input", Mock(side_effect=EOFError))  # Ctrl-D
     assert runs("remove", "older") == "" and linked.exists()
-    runs("remove", "older", "--yes")
+    assert runs("remove", "older", "older", "--yes").count("removed run 'older'") == 1
     assert [*runs_of(mine), *disk.iterdir()] == []
 
 
@@ -138,6 +138,11 @@ def test_compared_runs_show_what_differs(mine: RunDir, runs: Told) -> None:
     lines = runs("compare", "mine", "older").splitlines()
     assert [line.split() for line in lines if line.strip().startswith("depth")] == [["depth", "4", "6"]]
     assert not any("optim.eps" in line for line in lines)
+    mine.write("pretrain/recipe.json", {"depth": 4, "optim": {"eps": 1.0}, "train": {"clip_norm": 1.0}})
+    for first, second, cells in (("mine", "older", "1.0 –"), ("older", "mine", "– 1.0")):
+        assert f"train.clip_norm {cells}" in " ".join(runs("compare", first, second).split()), "set in one of them"
+    assert "that differ" not in runs("compare", "mine/pretrain", "mine/sft"), "there is no such stage"
+    lines = runs("compare", "mine", "older").splitlines()
     assert lines[-1].startswith("answers: run 'mine' has no answers yet: `quern evaluate --tasks TASK --run mine")
     for stage, makes in (("pretrain", "evaluate --tasks TASK --stage pretrain"), ("rl", "rl")):
         last = runs("compare", f"mine/{stage}", "older").splitlines()[-1]
