@@ -175,11 +175,13 @@ def test_curves_axes_groups_and_filter(chrome: Chrome, url: str) -> None:
 def test_stages_stand_under_their_run_which_is_opened_renamed_and_removed(chrome: Chrome, url: str, out: Path) -> None:
     run = out / "runs" / "lr0.02-s0"
     shutil.copytree(run / "pretrain", run / "sft")
+    (out / "runs" / "lr0.04-s2" / "pretrain").rename(out / "runs" / "lr0.04-s2" / "grug")
     (run / "report.html").write_text("<!doctype html><title>of s0</title><h2 id='samples'>Samples</h2>")
     open_board(chrome, url)
     names = "[...document.querySelectorAll('#runs tbody th')].map((cell) => cell.className + ' ' + cell.textContent)"
     assert chrome.run(names)[:3] == ["name lr0.02-s0", "name under lr0.02-s0", "name lr0.02-s1"]
     assert [row[-1] for row in rows(chrome, "runs")][:3] == ["report samples chat", "", "chat"]
+    assert rows(chrome, "runs")[-1][-1] == "", "the server takes no model of JAX"
     grouped = "[...document.getElementById('group').options].map((one) => one.value)"
     assert chrome.run(grouped) == ["", "*", "@stage", "@status", "optim.matrix_lr", "seed"]
 

@@ -71,9 +71,9 @@ function nameCell(run, cell) {
 // A word of a command, quoted for the shell where that is needed.
 const quoted = (word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`);
 
-// Report and samples are pages of the board; the chat needs a command, which is copied.
+// Report and samples are pages of the board; the chat needs a command, which is copied, and a model of PyTorch.
 function linksCell(run, cell) {
-  const shape = view.under.has(run.id) ? "" : `${run.run} ${run.report}`;
+  const shape = view.under.has(run.id) ? "" : `${run.run} ${run.stage} ${run.report}`;
   if (cell.dataset.shape === shape) return;
   cell.dataset.shape = shape;
   const link = (text, end) => Object.assign(document.createElement("a"), { textContent: text, href: `/report/${encodeURIComponent(run.run)}${end}` });
@@ -84,7 +84,7 @@ function linksCell(run, cell) {
     const copied = await navigator.clipboard?.writeText(command).then(() => " (copied)", () => "");
     element("runs-said").textContent = `To chat, run this in a terminal${copied ?? ""}: ${command}`;
   });
-  cell.replaceChildren(...(shape === "" ? [] : [...(run.report ? [link("report", ""), " ", link("samples", "#samples"), " "] : []), chat]));
+  cell.replaceChildren(...(shape === "" ? [] : [...(run.report ? [link("report", ""), " ", link("samples", "#samples"), " "] : []), ...(run.stage === "grug" ? [] : [chat])]));
 }
 
 // The names of the selected runs.
