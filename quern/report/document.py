@@ -31,6 +31,7 @@ from quern.report.records import (
     tables,
 )
 from quern.report.scores import ScorePlot, ScoreTable, score_rows, score_settings, score_tables
+from quern.terminal import counted
 
 BPB_HEADER = ["with", "bits per byte of held-out text, about"]
 EVENT_HEADER = ["time (UTC)", "event", "step", "details"]
@@ -297,7 +298,7 @@ def _summary(run: RunRecords) -> str:
     tokens, seconds = (stage.last("tokens"), stage.last("seconds")) if stage else (None, None)
     text = "A model"
     if depth is not None and width is not None:
-        text += f" of {depth:,.0f} layers, {width:,.0f} wide"
+        text += f" of {counted(round(depth), 'layer')}, {width:,.0f} wide"
     if parameters is not None:
         text += f", with {human(parameters)} parameters"
     source, data = run.run.get("imported"), run.recipe.get("data")

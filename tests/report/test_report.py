@@ -245,12 +245,15 @@ def test_each_source_of_conversations_has_a_row(tmp_path):
 
 @pytest.mark.parametrize(
     ("run", "summary"),
-    [({"imported": "models/hf"}, "A model, imported from hf."), ({}, "A model, not trained yet.")],
+    [
+        ({"imported": "models/hf"}, "of 1 layer, 8 wide, imported from hf."),
+        ({}, "of 1 layer, 8 wide, not trained yet."),
+    ],
 )
 def test_a_model_that_quern_has_not_trained_learned_from_no_data(tmp_path, run, summary):
     (tmp_path / "run.json").write_text(json.dumps(run), encoding="utf-8")
     write_rows(tmp_path / "pretrain" / "events.jsonl", [{"kind": "import"}])
-    (tmp_path / "pretrain" / "recipe.json").write_text('{"data": "tinyworld"}', encoding="utf-8")
+    (tmp_path / "pretrain" / "recipe.json").write_text('{"data": "tinyworld", "model": {"depth": 1, "width": 8}}')
     markdown, page = report(tmp_path)
     assert summary in markdown and summary in page.text
 
