@@ -141,9 +141,8 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
     between = f" in {machines_needed:,} machines, {options.network} between them" if machines_needed > 1 else ""
     lines = [
         f"{recipe.name}, depth {recipe.depth}: {count.total / 1e6:,.1f}M parameters, "
-        f"{flop_counter(recipe).per_token() / 1e9:,.2f} GFLOP a token",
-        f"horizon: {train.steps:,} steps of {train.batch_tokens:,} tokens, "
-        f"{train.steps * train.batch_tokens / 1e9:,.3f}B in all",
+        f"{flop_counter(recipe).per_token() / 1e9:.4g} GFLOP a token",
+        f"horizon: {train.steps:,} steps of {train.batch_tokens:,} tokens, {train.steps * train.batch_tokens:,} in all",
         f"on {options.gpus:,} × {options.gpu}{between}, {chip.memory / GB:.0f} GB each; "
         f"matrix products at {chip.peak_flops * chip.attained / 1e12:,.4g} TFLOP/s in {options.dtype}",
         "",

@@ -31,6 +31,7 @@ def test_every_layout_is_tried_and_the_best_comes_first(tmp_path: Path, capsys: 
     refused = [one for one in found if one["step"] is None]
     assert [one["tp"] for one in refused] == [8] and "use --tp of one of" in refused[0]["refusal"]
     shown = capsys.readouterr().out
+    assert "horizon: 100 steps of 65,536 tokens, 6,553,600 in all" in shown
     assert "best: dp" in shown and "what does not fit" in shown and "dp 2 × tp 8: 8 shards cannot share" in shown
 
 

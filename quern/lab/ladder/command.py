@@ -142,8 +142,7 @@ def machine_line(machine: machines.Machine) -> str:
     about = machine.describe()
     return (
         f"{about['device']} {about['dtype']}{' compiled' if about['compiled'] else ''}, "
-        f"{counted(machine.threads, 'thread')}, "
-        f"{about['processor']}, torch {about['torch']}"
+        f"{counted(machine.threads, 'thread')}, {about['processor']}, torch {about['torch']}"
     )
 
 

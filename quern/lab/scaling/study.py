@@ -307,9 +307,8 @@ def check_lines(name: str, predicted: Mapping[str, Any], measured: Mapping[str, 
             reason = optimum["refusal"] if optimum else "no run has finished"
             return [f"the predictions of {name} cannot be checked: {reason}"]
         for method, values in predicted["predictions"][convention].items():
-            for what, value in values.items():
-                if what in optimum:
-                    rows.append((convention, method, what, *_checked(value, optimum[what])))
+            shared = [what for what in values if what in optimum]
+            rows += [(convention, method, what, *_checked(values[what], optimum[what])) for what in shared]
     head = ("convention", "method", "at the optimum", "predicted", "measured", "agree")
     return [f"the predictions of {name} for {flops:.3g} FLOPs", *grid(head, rows)]
 
