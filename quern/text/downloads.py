@@ -144,7 +144,8 @@ def _receive(url: str, part: Path, size: int | None, version: str | None) -> Ite
             weak = came.startswith("W/") or came == answer.headers.get("Date")  # by RFC 9110, 8.8
             came = None if version is None else "" if weak else came
             if answer.status_code in (206, 416):
-                span = re.fullmatch(rf"bytes {have}-\d+/(\d+)", answer.headers.get("Content-Range", ""))
+                end = r"\d+|\*" if version is None else r"\d+"  # unknown ("*") where the whole will be checked
+                span = re.fullmatch(rf"bytes {have}-\d+/({end})", answer.headers.get("Content-Range", ""))
                 if not span or (have and came != version) or "Content-Encoding" in answer.headers:
                     target.truncate(0)
                     raise huggingface_hub.errors.HTTPError("the server sent other bytes than the rest of the file")
@@ -154,7 +155,7 @@ def _receive(url: str, part: Path, size: int | None, version: str | None) -> Ite
             for chunk in answer.iter_bytes():
                 have += target.write(chunk)
                 yield have, came
-            if span and have != int(span[1]):
+            if span and span[1] not in ("*", str(have)):
                 raise huggingface_hub.errors.HTTPError(f"the answer ended at {have:,} of {int(span[1]):,} bytes")
 
 
