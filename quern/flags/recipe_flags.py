@@ -210,7 +210,7 @@ def _idle(recipe: Recipe, tokens: bool, begun: bool) -> Iterator[tuple[str, str]
         yield of_files, "is for files of text in a --data of your own: leave it out"
     there = data_paths(data)
     if not any(map(Path.is_dir, there or ())):
-        yield "include exclude", "chooses files in a folder, and --data names none that is there: name one, or leave it out"
+        yield "include exclude", "chooses files in folders, and --data names none that exist: name one, or leave it out"
     if tokens or begun or recipe.text.tokenizer is not None:
         trained = "is for a tokenizer that is trained on the text, and this one is there already: leave it out"
         yield "text.vocab_size text.digits text.tokenizer_megabytes", trained

@@ -5,6 +5,7 @@ Only the batches differ: the mask leaves nothing but the assistant's words and t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +28,7 @@ from quern.train.state import TrainState, build_state, weights_of
 from quern.train.step import Evaluator, TorchBackend
 from quern.validate import check_rows
 
-VAL_BATCHES = 8
+VAL_TOKENS = 1 << 15
 
 
 def run(recipe: Recipe, session: Session) -> int:
@@ -138,14 +139,16 @@ def sft_recipe(asked: Recipe, base: Resolved) -> Resolved:
 
 
 def _held_out_loss(corpus: Corpus, recipe: Resolved, machine: Machine) -> Evaluator:
-    """The mean loss over the assistant's tokens of held-out conversations, in `VAL_BATCHES` batches at most."""
+    """The mean loss over the assistant's tokens of held-out conversations, in rows of `VAL_TOKENS` tokens at most, the
+    same ones for every micro-batch."""
     loader = Loader(corpus, recipe.model.context, recipe.micro_batch_rows, 0, "first-fit-decreasing", too_long="crop")
+    rows = min(loader.rows_per_epoch, max(1, VAL_TOKENS // loader.context))
 
     def evaluate(state: TrainState) -> dict[str, float]:
         nats, count = 0.0, 0
-        for step in range(min(VAL_BATCHES, loader.steps_per_epoch)):
+        for step in range(math.ceil(rows / loader.batch_rows)):
             batch = loader.batch(step)
-            batch.mask[loader.rows_per_epoch - step * loader.batch_rows :] = False  # rows of the next epoch
+            batch.mask[rows - step * loader.batch_rows :] = False
             losses = batch_losses(state.model, batch.tokens, batch.targets, machine)
             nats += float(losses[batch.mask].sum())
             count += int(np.count_nonzero(batch.mask))

@@ -258,9 +258,9 @@ pretrain --model.depth 3 → --model.depth follows from --depth
 pretrain --model.vocab-size 400 → --model.vocab-size follows from the tokenizer: set --text.vocab-size
 tokenizer --text.tokenizer t.json → --text.tokenizer names a tokenizer, and `quern tokenizer` trains one: le
 prepare --text.column body → --text.column is for files of text in a --data of your own: leave it out
-prepare --data hf:a/b --data.include *.md → --data.include chooses files in a folder, and --data names none that is
-prepare --data wikitext --data.include *.md → --data.include chooses files in a folder, and --data names none that is
-run --data /dev/nul* --data.exclude *.md → --data.exclude chooses files in a folder, and --data names none that is
+prepare --data hf:a/b --data.include *.md → --data.include chooses files in folders, and --data names none
+prepare --data wikitext --data.include *.md → --data.include chooses files in folders, and --data names none
+run --data /dev/nul* --data.exclude *.md → --data.exclude chooses files in folders, and --data names none that exist
 run --data a.txt --text.separator= → text.separator is empty: give the mark that ends a document
 pretrain --data a.txt --text.tinyworld-megabytes 1 → --data names another text: leave one of them out
 run --chat --no-sft --no-compile → --chat asks for fine-tuning, and --no-sft for none: leave one of them out$

@@ -130,6 +130,18 @@ def test_the_held_out_loss_counts_every_conversation_once(monkeypatch: pytest.Mo
     assert recipe.micro_batch_rows == rows and evaluate(toy_state()) == {"val_loss": 31 / 5}
 
 
+def test_the_held_out_loss_does_not_depend_on_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    held_out = memory_corpus([[0, *[number] * 40] for number in range(1, 31)], [[False] + [True] * 40] * 30)
+    monkeypatch.setattr(sft, "batch_losses", lambda model, tokens, targets, machine: targets.astype(np.float64))
+    monkeypatch.setattr(sft, "VAL_TOKENS", 20 * 48)
+    found = list[float]()
+    for rows in (1, 3, 32):
+        recipe = replace(BASE, train=replace(BASE.train, micro_batch_tokens=48 * rows))
+        evaluate = sft._held_out_loss(held_out, recipe, CPU)  # pyright: ignore[reportPrivateUsage]
+        found.append(evaluate(toy_state())["val_loss"])
+    assert found[0] == found[1] == found[2]
+
+
 def test_what_grows_in_pretraining_has_grown() -> None:
     """Windows and annealed losses follow `progress`, which fine-tuning does not begin again."""
     schedule = sft.rates_fall(5, 1.0)
