@@ -1,7 +1,7 @@
 """Data that is tokens already: .bin files, read as they are and written, with the tokenizer that made them beside them.
 
 A folder with text is text, and a .bin in it is ignored. A README.md or a .json beside .bin files is no text: folders of
-token shards have them.
+token shards have them. Nor is code, if each of the files begins as modded-nanogpt's or has a name of nanoGPT's.
 
 A source is .bin files, folders of them (modded-nanogpt's, nanoGPT's, our own shards) or a public set. Validation is
 `val` (a file or folder too), else the files with the word "val" in their name, else documents held out from the rest;
@@ -20,7 +20,7 @@ import numpy as np
 
 from quern.data.bin_files import BinFormat, read_bin, write_bin
 from quern.data.shards import Corpus
-from quern.data.token_file import map_tokens
+from quern.data.token_file import MAGIC, map_tokens
 from quern.recipe import Resolved
 from quern.runs.public_data import PublicData
 from quern.stages.tokenizers import named_tokenizer
@@ -28,7 +28,7 @@ from quern.temporaries import naming
 from quern.terminal import Meter, counted
 from quern.text import repositories
 from quern.text.readers import FORMATS, format_of
-from quern.text.sources import Listing, list_source
+from quern.text.sources import CODE, Listing, list_source
 from quern.text.tokenizer import Tokenizer
 from quern.validate import data_paths
 
@@ -48,10 +48,11 @@ def is_tokens(data: str, out: Path | None = None) -> bool:
 
 
 def _holds_tokens(folder: Path, out: Path | None) -> bool:
-    return any(file.is_file() for file in folder.glob("[!.]*.bin")) and all(
-        path.suffix == ".bin" or path.name.lower() == "readme.md" or format_of(path) == ".json"
-        for path in list_source(folder, (*FORMATS, ".bin"), apart=out).files
-    )
+    found = [file for file in folder.glob("[!.]*.bin") if file.is_file()]
+    paths = list_source(folder, (*FORMATS, *CODE, ".bin"), apart=out).files if found else []
+    kinds = {format_of(path) for path in paths if path.name.lower() != "readme.md"} - {".bin", ".json"}
+    by_name = all(file.name in ("train.bin", "val.bin") or MAGIC in np.fromfile(file, "<i4", 1) for file in found)
+    return bool(found) and (not kinds or by_name and kinds <= {*CODE})
 
 
 def open_tokens(

@@ -129,6 +129,12 @@ def test_text_beside_a_bin_file_is_text_and_what_describes_tokens_is_not(tmp_pat
     (folder / "out").mkdir()
     (folder / "out" / "metrics.jsonl").write_text("{}", encoding="utf-8")
     assert is_tokens(str(folder), folder / "out") and not is_tokens(str(folder))
+    (folder / "prepare.py").touch()
+    assert is_tokens(str(folder), folder / "out"), "the program that wrote the files"
+    (folder / "x.bin").write_bytes(b"firmware")
+    assert not is_tokens(str(folder), folder / "out"), "a project with a binary"
+    (folder / "x.bin").rename(folder / "train.bin")
+    assert is_tokens(str(folder), folder / "out"), "nanoGPT's, which have no header"
 
 
 def toy(folder: Path, tokenizer: str) -> Recipe:
