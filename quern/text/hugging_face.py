@@ -178,10 +178,10 @@ def read_tokenizer(body: Mapping[str, Any]) -> Tokenizer:
 
 def _pattern(body: Mapping[str, Any]) -> str:
     """quern's split pattern of a tokenizer.json. Raises ValueError for anything else that would change ids."""
-    model, steps = body["model"], body["pre_tokenizer"]
+    model, steps, normalizer = {"type": "BPE"} | body["model"], body["pre_tokenizer"], body["normalizer"]
     steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
-    bytes_of, split = steps[-1], steps[0] if len(steps) == 2 else None
-    normalizer = body["normalizer"]
+    # Older files, such as GPT-2's own, leave out what has its default.
+    bytes_of, split = {"use_regex": True} | steps[-1], steps[0] if len(steps) == 2 else None
     known = {theirs: ours for ours, theirs in DIALECT.items()}
     differing = {
         f"kind, {model['type']}": model["type"] != "BPE" or model.get("byte_fallback", False),
