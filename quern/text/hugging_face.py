@@ -135,7 +135,7 @@ class _Model(TypedDict):
 
 class _Body(TypedDict):
     model: _Model
-    added_tokens: Annotated[list[_Added], msgspec.Meta(min_length=1)]
+    added_tokens: list[_Added]
 
 
 """Fields of tokenizer.json whose sizes matter."""

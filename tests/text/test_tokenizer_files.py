@@ -150,6 +150,7 @@ REFUSED = {
     "an id that takes gigabytes": (changed("added_tokens.0.id", 2**24 - 1), "has the id 16,777,215, far above its"),
     "the id of another token": (changed("added_tokens.0.id", 5), r"special token <\|bos\|> has the id 5 of another"),
     "no first token": (changed("added_tokens.0.content", "<pad>"), "no special token begins documents: one must be"),
+    "no special token": (changed("added_tokens", []), "no special token begins documents: one must be named"),
     "metaspaces": (changed("pre_tokenizer", {"type": "Metaspace"}), "its steps before merging cannot be kept"),
 }
 
