@@ -51,6 +51,8 @@ def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Messag
         if isinstance(question, str) and isinstance(choices, list):
             turns = exchange(multiple_choice(question, choices), _letter(answer, choices))
             return conversations.to_messages({**rest, "messages": turns}, ignored)
+        if isinstance(question, str) and choices:
+            raise ValueError(f'its "choices" are {type(choices).__name__}: give a list of texts, in .jsonl or .parquet')
         if isinstance(question, str) and isinstance(answer, str):
             return conversations.to_messages({**rest, "messages": exchange(question, word_problem(answer))}, ignored)
     return conversations.to_messages(record, ignored)

@@ -63,6 +63,12 @@ def test_an_answer_that_is_no_choice(answer: Any) -> None:
         to_messages({"question": "Which?", "choices": ["a", "b", "c", "d"], "answer": answer})
 
 
+@pytest.mark.parametrize("choices", [{"text": ["a", "b"], "label": ["A", "B"]}, '["a", "b"]'])
+def test_choices_of_another_form_are_not_left_out(choices: Any) -> None:
+    with pytest.raises(ValueError, match='its "choices" are (dict|str): give a list of texts, in .jsonl or .parquet'):
+        to_messages({"question": "Which?", "choices": choices, "answer": "B"})
+
+
 def test_other_shapes_pass_through() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     assert to_messages({"messages": messages, "question": "?", "answer": "!"}) == messages == to_messages(messages)
