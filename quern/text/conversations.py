@@ -74,7 +74,7 @@ def _shape(row: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
     """The keys of the list of messages in a record, and the list."""
     for key in LISTS:
         if row.get(key) is not None:
-            return (key,), row[key]
+            return (key,), _loaded(row[key])
     if row.get("instruction") is not None and row.get("output") is not None:
         question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
         exchanges = [*(row.get("history") or ()), [question, row["output"]]]
@@ -221,7 +221,7 @@ def _loaded(value: Any) -> Any:
     try:
         return json.loads(value or "null") if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"tools and calls that are text must be JSON ({error})") from error
+        raise ValueError(f"messages, tools and calls that are text must be JSON ({error})") from error
 
 
 def _without_nulls(value: Any) -> Any:

@@ -40,6 +40,7 @@ def answer(number: int, content: Any) -> dict[str, Any]:
     [
         (SHAREGPT, [USER, ANSWER]),
         ({"conversations": [USER, ANSWER]}, [USER, ANSWER]),
+        ({"messages": json.dumps([USER, ANSWER])}, [USER, ANSWER]),  # as in a table
         (ALPACA, [USER, ANSWER]),
         ({**ALPACA, "input": "1 2"}, [{**USER, "content": "hi\n\n1 2"}, ANSWER]),
         ({"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT["conversations"]]}, TURNS),
@@ -90,7 +91,8 @@ def test_several_calls_get_their_own_outputs() -> None:
         ({"messages": [BRIEF, USER, ANSWER], "system": "Be long."}, "two system messages, one of them beside"),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "message 2 has the weight 0.5: use 1, or 0"),
         ({"messages": [USER, ANSWER], "tools": [{"type": "function"}]}, 'each of "tools" is {"type": "function", '),
-        ({"messages": [USER, ANSWER], "tools": ["weather"]}, r"tools and calls that are text must be JSON \(Expecting"),
+        ({"messages": [USER, ANSWER], "tools": ["weather"]}, "messages, tools and calls that are text must be"),
+        ({"messages": "[{'role': 'user'}]"}, r"messages, tools and calls that are text must be JSON \(Expecting"),
         ({"messages": [USER, ANSWER], "tools": "[" * 100_000}, r"that are text must be JSON \(maximum recursion"),
         ([{"role": ["user"], "content": "hi"}], "message 1"),
         ({**ALPACA, "history": [USER]}, '"history" is a list of questions with their answers'),
