@@ -293,10 +293,12 @@ def _json_values(path: Path, encoding: str) -> list[Any]:
 def _table_rows(path: Path, wanted: Sequence[str], encoding: str) -> Iterator[dict[str, Any] | Malformed]:
     csv.field_size_limit(CSV_FIELD_CHARACTERS)  # process-wide; the default limit is 128 KiB
     lines = (decode(raw, path, line) for line, raw in enumerate(read_lines(path, encoding)))
-    head = next(lines, "")
-    reader = csv.reader(chain([head], lines), delimiter=_delimiter(path, head, wanted), strict=True)
+    blank = list[str]()  # lines that may come before the first row
+    while (head := next(lines, "")) and not head.strip("\r\n"):
+        blank.append(head)
+    reader = csv.reader(chain(blank, [head], lines), delimiter=_delimiter(path, head, wanted), strict=True)
     try:
-        names = next(filter(None, reader), [])  # blank lines may come before
+        names = next(filter(None, reader), [])
         columns = {name: names.index(name) for name in wanted if name in names}
         if twice := [name for name in columns if names.count(name) > 1]:
             raise UnreadableError(f"{path}, line 1: two columns are named {twice[0]!r}: rename one of them")

@@ -133,6 +133,10 @@ def test_tables_hold_a_document_a_row(tmp_path: Path, ending: str, delimiter: st
     zipped = tmp_path / f"b{ending}.gz"
     zipped.write_bytes(gzip.compress(b"\xef\xbb\xbf\r\n\n" + path.read_bytes()))  # a mark, and blank lines
     assert texts(zipped) == TRICKY
+    if ending == ".csv":
+        csv.write_csv(table, path, csv.WriteOptions(delimiter=";"))
+        path.write_bytes(b"\n\r\n" + path.read_bytes())
+        assert texts(path) == TRICKY
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv"])
