@@ -40,6 +40,9 @@ DIALECT = {
     GPT4O_SPLIT_PATTERN: GPT4O_SPLIT_PATTERN,
 }
 """quern's split patterns, and the same patterns in Oniguruma's dialect."""
+ISOLATED = {"type": "Split", "behavior": "Isolated", "invert": False}
+SPLITS = (ISOLATED, ISOLATED | {"behavior": "Removed", "invert": True})
+"""Both make a piece of each match; every character is in one."""
 FIRST_TOKENS = ("<|bos|>", "<|endoftext|>", "<|begin_of_text|>", "<|startoftext|>", "<s>")
 """Names of the token that begins documents."""
 _VISIBLE, _OTHERS = {*range(33, 127), *range(161, 173), *range(174, 256)}, count(256)
@@ -182,20 +185,19 @@ def _pattern(body: Mapping[str, Any]) -> str:
     steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
     # Older files, such as GPT-2's own, leave out what has its default.
     bytes_of, split = {"use_regex": True} | steps[-1], steps[0] if len(steps) == 2 else None
-    known = {theirs: ours for ours, theirs in DIALECT.items()}
+    known = [(ours, {"pattern": {"Regex": theirs}, **how}) for ours, theirs in DIALECT.items() for how in SPLITS]
+    found = [ours for ours, form in ((GPT2_SPLIT_PATTERN, None), *known) if split == form]
     differing = {
         f"kind, {model['type']}": model["type"] != "BPE" or model.get("byte_fallback", False),
         "normalizer": normalizer is not None and normalizer.get("normalizers") != [],
         "dropout": model.get("dropout"),
         "affixes of words": model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"),
         "steps before merging": bytes_of["type"] != "ByteLevel" or bytes_of["add_prefix_space"] or len(steps) > 2,
-        "split": bytes_of["use_regex"] != (split is None)
-        or (split is not None and (split["type"], split["behavior"], split["invert"]) != ("Split", "Isolated", False))
-        or (split is not None and split["pattern"]["Regex"] not in known),
+        "split": not found or bytes_of["use_regex"] != (split is None),
         "added tokens that are no special ones": not all(entry["special"] for entry in body["added_tokens"]),
     }
     _refuse([name for name, differs in differing.items() if differs])
-    return GPT2_SPLIT_PATTERN if split is None else known[split["pattern"]["Regex"]]
+    return found[0]
 
 
 def _first_token(body: Mapping[str, Any], special: Mapping[str, int]) -> str:

@@ -70,8 +70,8 @@ def every_split(vocab: dict[str, int]) -> list[tuple[str, str]]:
     return sorted(known, key=lambda pair: (vocab[pair[0] + pair[1]], vocab[pair[0]], vocab[pair[1]]))
 
 
-def split(pattern: str) -> Any:
-    words = hf.pre_tokenizers.Split(hf.Regex(pattern), "isolated")
+def split(pattern: str, *how: Any) -> Any:
+    words = hf.pre_tokenizers.Split(hf.Regex(pattern), *(how or ("isolated",)))
     return hf.pre_tokenizers.Sequence([words, hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
@@ -79,9 +79,9 @@ def gpt2() -> Any:
     return made(hf.pre_tokenizers.ByteLevel(add_prefix_space=False), "<|endoftext|>")
 
 
-def llama3(pattern: str = LLAMA3) -> Any:
+def llama3(pattern: str = LLAMA3, *how: Any) -> Any:
     others = ("<|end_of_text|>", "<|reserved_special_token_0|>", "<|eot_id|>")
-    found = made(split(pattern), "<|begin_of_text|>", others, pairs=every_split, ignore_merges=True)
+    found = made(split(pattern, *how), "<|begin_of_text|>", others, pairs=every_split, ignore_merges=True)
     first = ("<|begin_of_text|>", found.token_to_id("<|begin_of_text|>"))
     begun = hf.processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[first])
     found.post_processor = hf.processors.Sequence([hf.processors.ByteLevel(trim_offsets=True), begun])
@@ -100,8 +100,8 @@ def without_defaults() -> Any:
 
 @pytest.mark.parametrize(
     "make",
-    [gpt2, without_defaults, llama3, lambda: llama3(GPT4O)],
-    ids=["GPT-2", "GPT-2 as published", "Llama 3", "GPT-4o"],
+    [gpt2, without_defaults, llama3, lambda: llama3(GPT4O), lambda: llama3(LLAMA3, "removed", True)],
+    ids=["GPT-2", "GPT-2 as published", "Llama 3", "GPT-4o", "a split that keeps what matches"],
 )
 def test_a_tokenizer_json_gives_the_ids_of_the_library(make: Callable[[], Any], tmp_path: Path) -> None:
     theirs = make()
@@ -170,6 +170,11 @@ def test_what_would_give_other_ids_is_refused(case: str, tmp_path: Path) -> None
 def test_an_unknown_split_and_tokens_that_merging_never_forms_are_refused() -> None:
     with pytest.raises(ValueError, match="its split cannot be kept"):
         read_tokenizer(json.loads(made(split(r"\w+|\W"), "<s>").to_str()))
+    digits = hf.pre_tokenizers.Digits(individual_digits=True)  # as SmolLM's
+    steps = hf.pre_tokenizers.Sequence([digits, hf.pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    for other in (steps, split(" ?[a-z]+", "removed", True), split(LLAMA3, "removed", False)):
+        with pytest.raises(ValueError, match="its split cannot be kept"):
+            read_tokenizer(json.loads(made(other, "<s>").to_str()))
     body = json.loads(llama3().to_str())
     tokens = body["model"]["vocab"]
     tokens["Ġqzqz"] = len(tokens)  # no pair of tokens forms it; as a whole word it is one
