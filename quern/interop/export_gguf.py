@@ -27,15 +27,15 @@ from quern.runs.load import load
 from quern.runs.run_dir import RunDir
 from quern.temporaries import sync_path, whole_file
 from quern.text.hugging_face import CHAT_TEMPLATE, merge_pairs, spell
-from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
+from quern.text.tokenizer import GPT2_SPLIT_PATTERN, LLAMA3_SPLIT_PATTERN, Tokenizer, split_pattern
 from quern.validate import extra
 
 ROTATED = ("attn_q.weight", "attn_k.weight")
 
 NEAREST = "qwen35"
 """llama.cpp's name of the split that a tokenizer with an unknown pattern gets."""
-PRE_TOKENIZERS = {split_pattern(1): NEAREST, GPT2_SPLIT_PATTERN: "gpt-2"}
-"""quern's split patterns that llama.cpp has, and its names for them (tokenizer.ggml.pre)."""
+PRE_TOKENIZERS = {split_pattern(1): NEAREST, GPT2_SPLIT_PATTERN: "gpt-2", LLAMA3_SPLIT_PATTERN: "llama-bpe"}
+"""Split patterns that llama.cpp has, and its names for them (tokenizer.ggml.pre)."""
 NORMAL, CONTROL, UNUSED = 1, 3, 5
 """Kinds of tokens (tokenizer.ggml.token_type). llama.cpp reads a control token from text only where it is asked to."""
 

@@ -18,7 +18,7 @@ import torch
 from quern.interop import export_gguf
 from quern.text.chat import render, render_prompt
 from quern.text.tinyworld import corpus
-from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
+from quern.text.tokenizer import GPT2_SPLIT_PATTERN, LLAMA3_SPLIT_PATTERN, Tokenizer, split_pattern
 from tests.laws.table import Law
 from tests.support.exported import CHAT, LLAMAS
 from tests.support.gguf_run import BLOCKS, gguf_recipe, log_probabilities, single_digits, toy, write_toy
@@ -137,7 +137,8 @@ def differing(llama: LlamaCpp, tokenizer: Tokenizer, texts: list[str]) -> list[s
     [
         pytest.param(pairs_of_bytes, split_pattern(1), 10_000, id="pairs of bytes"),
         pytest.param(trained, split_pattern(1), 8_000, id="trained"),
-        pytest.param(pairs_of_bytes, GPT2_SPLIT_PATTERN, 2_000, id="GPT-2's split"),
+        pytest.param(pairs_of_bytes, GPT2_SPLIT_PATTERN, 1_000, id="GPT-2's split"),
+        pytest.param(pairs_of_bytes, LLAMA3_SPLIT_PATTERN, 1_000, id="Llama 3's split"),
     ],
 )
 def test_ids_are_llama_cpps(
