@@ -69,12 +69,15 @@ class Listing(NamedTuple):
         return [entry.path for entry in self.read]
 
     def without(self, other: Listing) -> Listing:
-        """The listing with the files that `other` reads among the ignored ones, unless these are all of them."""
+        """The listing with the files that `other`, of validation, reads among the ignored ones. Raises
+        FileNotFoundError if these are all of them."""
         theirs = {os.path.realpath(path) for path in other.files}
         left, taken = list[Entry](), list[Entry]()
         for entry in self.read:
             (taken if os.path.realpath(entry.path) in theirs else left).append(entry)
-        return Listing(tuple(left), (*self.ignored, *taken)) if left else self
+        if not left:
+            raise FileNotFoundError("every file of --data is of --val too, none is left to train on: name others")
+        return Listing(tuple(left), (*self.ignored, *taken))
 
     def lines(self, what: str) -> list[str]:
         """Lines for the user about read and ignored files, each starting with `what`."""

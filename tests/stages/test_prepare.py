@@ -126,6 +126,8 @@ def test_validation_of_its_own_takes_nothing_from_training(tmp_path: Path) -> No
         prepared, _ = made(replace(recipe_for(where, val_megabytes=most), val=str(val)), tmp_path / "out")
         assert texts_of(prepared.train, prepared.tokenizer) == texts[:50]
         assert texts_of(prepared.val, prepared.tokenizer) == texts[50:last]
+    with pytest.raises(FileNotFoundError, match="every file of --data is of --val too, none is left to train on"):
+        made(replace(recipe_for(val), val=str(val)), tmp_path / "out")
 
 
 def files_under(folder: Path) -> dict[str, int]:
@@ -178,7 +180,8 @@ def test_a_source_is_known_by_its_content_alone(tmp_path: Path) -> None:
     marks = {open_source(recipe_for(moved, column=column), out).fingerprint for column in ("text", "body")}
     data.rename(moved / "renamed.txt")  # the same bytes to another reader
     marks.add(open_source(recipe_for(moved), out).fingerprint)
-    marks.add(open_source(replace(recipe_for(moved), val=str(moved / "renamed.txt")), out).fingerprint)
+    (val := tmp_path / "val.txt").write_text(json.dumps(body), encoding="utf-8")
+    marks.add(open_source(replace(recipe_for(moved), val=str(val)), out).fingerprint)
     assert len(marks | {mark}) == 5
 
 
