@@ -287,8 +287,9 @@ def _reproduction(run: RunRecords) -> list[Group]:
     seed = run.recipe.get("seed")
     facts = {"git": run.run.get("git"), "seed": None if seed is None else str(seed)}
     found = flatten(facts | run.part("machine") | run.part("versions"))
-    blocks: list[Block] = [Command(str(run.run["command"]))] if run.run.get("command") else []
-    return [Group("", [*blocks, Facts(found)])] if blocks or found else []
+    later = (event for stage in run.stages for event in stage.events if event.get("changed") != [])
+    commands = dict.fromkeys(str(one["command"]) for one in (run.run, *later) if one.get("command"))
+    return [Group("", [*map(Command, commands), Facts(found)])] if commands or found else []
 
 
 def _summary(run: RunRecords) -> str:

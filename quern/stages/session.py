@@ -211,6 +211,8 @@ class Stage:
             if resumed:
                 self.log(f"resumed at step {state.step:,}")
                 folder.event("command", command=self.command, changed=list(changed))
+            elif opening.facts is None:  # a later stage: run.json has the command of the first one
+                folder.event("command", command=self.command)
             if opening.data is not None:
                 folder.event("data", **opening.data)
             for line in (*changed, *opening.lines):

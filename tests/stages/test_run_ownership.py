@@ -204,6 +204,14 @@ def test_fine_tuning_goes_on_from_the_run_alone(runs: Runs) -> None:
     runs.done("pretrain", "--resume", "--train.steps", "8")
     runs.done("run", "--resume", "--sft.steps", "7", "--questions", "1")
     assert runs.steps("sft")[-1] == 7
+    report = (runs.stage().parent / "report.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^quern (\w+) .*?--(\S+)", report.partition("## Reproduction")[2], re.MULTILINE)
+    assert shown == [
+        ("pretrain", "depth"),
+        ("pretrain", "resume"),
+        ("sft", "sft.steps"),
+        *[(verb, "resume") for verb in ("sft", "run")],
+    ]
 
 
 # Going on from a finished model ---------------------------------------------------------------------------------
