@@ -226,8 +226,11 @@ def read_rows(
             found = conversations.of_whatsapp(value, column)
         elif column is None:
             found = [to_messages(value, ignored)]
+        elif isinstance(value, Mapping) and column in value:
+            rest = {key: one for key, one in value.items() if key != column}
+            found = [conversations.to_messages({**rest, "messages": value[column]}, ignored)]
         else:
-            found = [_messages_of_column(value, column, ignored)]
+            raise ValueError(f"it has no column or key '{column}'")
         refuse_surrogates(json.dumps(found, ensure_ascii=False))
         return found
 
@@ -254,13 +257,6 @@ def read_rows(
     if ignored:
         named = ", ".join(f"{key!r} in {rows:,}" for key, rows in ignored.most_common(conversations.NAMES_SHOWN))
         say(f"conversations: keys that are not used, with the number of records: {named}")
-
-
-def _messages_of_column(record: Any, column: str, ignored: Counter[str]) -> list[Message]:
-    if not isinstance(record, Mapping) or column not in record:
-        raise ValueError(f"it has no column or key '{column}'")
-    rest = {key: value for key, value in record.items() if key != column}
-    return conversations.to_messages({**rest, "messages": record[column]}, ignored)
 
 
 def _learned(message: Message) -> bool:

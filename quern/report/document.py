@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from quern.estimate.own_text import more
 from quern.records import objects
@@ -244,8 +243,9 @@ def _samples(run: RunRecords) -> Iterable[Group]:
     for stage in stages:
         own = [sample for sample in run.samples if str(sample.get("stage", "")) == stage]
         texts = [s for s in own if s.get("kind") == "completion"]
+        talks = [objects(s.get("messages")) for s in own if s.get("kind") == "chat"]
         parts = {
-            "conversations": [_talk(sample) for sample in own if sample.get("kind") == "chat"],
+            "conversations": [Conversation([*map(_turn, turns)]) for turns in talks],
             "continuations": [Continuation(str(s.get("prompt", "")), str(s.get("text", ""))) for s in texts],
         }
         for name, blocks in parts.items():
@@ -254,15 +254,10 @@ def _samples(run: RunRecords) -> Iterable[Group]:
                 yield Group(title, blocks, folded=stage == "untrained" and len(stages) > 1)
 
 
-def _talk(sample: Record) -> Conversation:
-    turns = objects(sample.get("messages"))
-    return Conversation([(str(turn.get("role")), _parts(turn.get("content"))) for turn in turns])
-
-
-def _parts(content: Any) -> list[tuple[str, str]]:
-    if not isinstance(content, list):
-        return [("text", str(content))]
-    return [(str(part.get("type")), str(part.get("text", ""))) for part in objects(content)]
+def _turn(turn: Record) -> tuple[str, list[tuple[str, str]]]:
+    content = turn.get("content")
+    parts = objects(content) if isinstance(content, list) else [{"type": "text", "text": content}]
+    return str(turn.get("role")), [(str(part.get("type")), str(part.get("text", ""))) for part in parts]
 
 
 def _events(stage: StageRecords) -> list[list[str]]:
@@ -272,14 +267,10 @@ def _events(stage: StageRecords) -> list[list[str]]:
         group = list(events)
         steps = filter(None, (plain(event.get("step")) for event in (group[0], group[-1])))
         details = {key: value for key, value in group[-1].items() if key not in ("kind", "step", "time")}
-        rows.append(
-            [
-                str(group[0].get("time", "")).replace("T", " ")[:19],
-                f"{kind} ×{len(group)}" if len(group) > 1 else kind,
-                "–".join(dict.fromkeys(steps)),
-                ", ".join(f"{label}: {value}" for label, value in flatten(details)),
-            ]
-        )
+        when = str(group[0].get("time", "")).replace("T", " ")[:19]
+        what = f"{kind} ×{len(group)}" if len(group) > 1 else kind
+        told = ", ".join(f"{label}: {value}" for label, value in flatten(details))
+        rows.append([when, what, "–".join(dict.fromkeys(steps)), told])
     return rows
 
 

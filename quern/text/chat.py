@@ -52,10 +52,9 @@ def validate(messages: Sequence[Mapping[str, Any]]) -> None:
         role = message["role"]
         if role not in ROLES:
             raise ValueError(f"{where} has the role {role!r}: use one of {', '.join(ROLES)}")
-        if role == "system":
-            if index > 0:
-                raise ValueError(f"{where} is a system message: only the first message may be one")
-        else:
+        if role == "system" and index > 0:
+            raise ValueError(f"{where} is a system message: only the first message may be one")
+        if role != "system":
             expected = ROLES[1 + turns % 2]
             if role != expected:
                 raise ValueError(

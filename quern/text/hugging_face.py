@@ -67,13 +67,9 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     with extra("export", "Hugging Face's tokenizer.json needs an extra package"):
         import tokenizers
     hf: Any = tokenizers
-    made = hf.Tokenizer(
-        hf.models.BPE(
-            {spell(token): rank for token, rank in tokenizer.ranks.items()},
-            [(spell(left), spell(right)) for left, right in merge_pairs(tokenizer).values()],
-            ignore_merges=True,
-        )
-    )
+    vocabulary = {spell(token): rank for token, rank in tokenizer.ranks.items()}
+    merges = [(spell(left), spell(right)) for left, right in merge_pairs(tokenizer).values()]
+    made = hf.Tokenizer(hf.models.BPE(vocabulary, merges, ignore_merges=True))
     split = hf.pre_tokenizers.Split(hf.Regex(DIALECT[tokenizer.pattern]), "isolated")
     byte_level = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = hf.pre_tokenizers.Sequence([split, byte_level])
