@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -106,7 +107,7 @@ def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | Non
             part.unlink()
             reason, most, status, busy = f"its SHA-256 is {found}, expected {sha256}", 1, 0, {}
             reason = reason if size in (None, have) else f"it has {have:,} bytes, expected {size:,}"
-        except huggingface_hub.errors.HTTPError as error:
+        except (huggingface_hub.errors.HTTPError, zlib.error) as error:
             answer = getattr(error, "response", None)
             status, busy = getattr(answer, "status_code", 0), getattr(answer, "headers", {})
             reason = f"the server answers {status}{advice.get(status, '')}" if status else _reason(error)
@@ -152,9 +153,13 @@ def _receive(url: str, part: Path, size: int | None, version: str | None) -> Ite
             else:
                 answer.raise_for_status()
                 have = target.truncate(0)
-            for chunk in answer.iter_bytes():
+            # The library takes a compressed answer that ends early for whole.
+            unzip = zlib.decompressobj(31) if answer.headers.get("Content-Encoding") == "gzip" else None
+            for chunk in map(unzip.decompress, answer.iter_raw()) if unzip else answer.iter_bytes():
                 have += target.write(chunk)
                 yield have, came
+            if unzip and not unzip.eof:
+                raise huggingface_hub.errors.HTTPError("the compressed answer ended early")
             if span and span[1] not in ("*", str(have)):
                 raise huggingface_hub.errors.HTTPError(f"the answer ended at {have:,} of {int(span[1]):,} bytes")
 

@@ -4,6 +4,7 @@ a hub on loopback that truncates and lies.
 Whatever happens, a file under its final name is byte for byte the listed one, or is not there.
 """
 
+import gzip
 import hashlib
 import random
 import re
@@ -366,6 +367,20 @@ def test_an_answer_with_a_part_of_a_file_continues_it_only_where_it_fits(
     starts = [100_000, 0] if known == "nothing" and len(starts) == 1 else starts  # nobody could check its end
     assert path.read_bytes() == BODY
     assert wanted == [None, *(f"bytes={start}-" if start else None for start in starts)]
+
+
+def test_a_compressed_answer_is_read_to_its_end(hub: Hub, path: Path) -> None:
+    """Its length is that of what was sent, so that only the compressed bytes tell that they are not whole."""
+    whole = gzip.compress(BODY)
+    hub.headers = {"Content-Encoding": "gzip"}
+    for sent in (whole[:-100], whole[:-1], whole[:500] + b"?" * 100 + whole[600:]):
+        hub.others = {"v.txt": sent}
+        with pytest.raises(OSError, match="cannot fetch http.*v.txt: .*; run it again$"):
+            retrieve(f"{hub.url}/v.txt", None, path)
+        assert not path.exists()
+    hub.others = {"v.txt": whole}
+    retrieve(f"{hub.url}/v.txt", None, path)
+    assert path.read_bytes() == BODY
 
 
 @pytest.mark.parametrize("more", [b"", b"more"], ids=["whole", "longer"])
