@@ -31,6 +31,7 @@ from quern.runs.run_lock import run_lock
 from quern.runs.training import plan_of
 from quern.stages.encode import ENOUGH_WORKERS
 from quern.stages.prepare import Prepared, open_data, prepare
+from quern.stages.tokenizers import named_tokenizer
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted, silent
 from quern.text.tokenizer import Tokenizer
@@ -159,10 +160,13 @@ class Stage:
     def text(self, recipe: Resolved, began: Origin | None, workers: int = 1) -> Prepared:
         """The text that the stage began with, or for a stage that begins, the recipe's. Rank 0 prepares it."""
         with self.main_first():
+            own = self.run_dir.tokenizer() if began else self.start and self.start.tokenizer
+            if own and "text.tokenizer" in self.named:
+                named_tokenizer(recipe.text.tokenizer, own, silent, may_be_gone=False)
             if began is not None:
                 named = bool({"data", "val", "shards"} & set(self.named))
                 return open_data(recipe, self.run_dir, began, self.log, self.stage, named=named, workers=workers)
-            prepared = prepare(recipe, self.run_dir.out, self.log, self.start and self.start.tokenizer, workers)
+            prepared = prepare(recipe, self.run_dir.out, self.log, own, workers)
             refuse_second_tokenizer(self.run_dir, prepared.tokenizer)
             return prepared
 

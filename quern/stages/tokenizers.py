@@ -53,10 +53,12 @@ class Source:
     public: PublicData | None = None  # its files, where it is a public data set
 
 
-def named_tokenizer(name: str | None, own: Tokenizer | None, log: Callable[[str], None]) -> Tokenizer | None:
-    """The tokenizer of this name or file; `own`, the run's, where none is named or the file is gone. Raises
+def named_tokenizer(
+    name: str | None, own: Tokenizer | None, log: Callable[[str], None], *, may_be_gone: bool = True
+) -> Tokenizer | None:
+    """The tokenizer of this name or file; `own`, the run's, where none is named or the file is gone and may be. Raises
     FileNotFoundError if it is missing, ValueError if it is another one than `own`."""
-    if name is None or (own is not None and not Path(name).is_file()):
+    if name is None or (may_be_gone and own is not None and not Path(name).is_file()):
         return own
     try:
         found = published(name) if name in VOCABULARIES and not Path(name).exists() else open_tokenizer(Path(name))

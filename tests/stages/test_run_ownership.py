@@ -188,6 +188,14 @@ def test_a_resume_changes_what_it_names_and_refuses_what_would_make_it_another_r
         ("--train.steps 3", "was pretrained for 6 steps, so train.steps 3 is behind it"),
     ):
         runs.refused([message], "pretrain", "--resume", *flags.split())
+    named = ["--resume", "--train.steps", "7", "--text.tokenizer"]
+    other = runs.stage(run="other").parent / "tokenizer.json"
+    runs.refused([f"--text.tokenizer {other} is another tokenizer now"], "pretrain", *named, other)
+    for start in (["--resume"], ["--from", "app"]):
+        gone = [*start, "--train.steps", "7", "--text.tokenizer", "gone.json"]
+        runs.refused(
+            ["--text.tokenizer gone.json: there is no such file"], "pretrain", *gone, run="new" if start[1:] else "app"
+        )
     flags = ["--train.steps", "9", "--optim.lr-scale", "0.002", "--train.micro-batch-tokens", "64"]
     said = runs.done("pretrain", "--resume", *flags)
     for line in ("train.steps 6 → 9", "optim.lr-scale 0.0625 → 0.002", "train.micro-batch-tokens 128 → 64"):
