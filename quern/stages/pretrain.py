@@ -129,13 +129,15 @@ def _fit(asked: Recipe, session: Session, began: Origin | None, check: Check) ->
         _refuse_other_model(recipe, start)
     memory = memory_check(asked, machine, mesh, log)
     prepared = session.text(recipe, began, session.encoders)
-    if megabytes is not None and (sized := fit_batch(fit_depth(asked, session, prepared), session, prepared)) != asked:
-        asked, recipe, memory = sized, resolve(sized, mesh.dp), memory_check(sized, machine, mesh, log)
 
     def in_text(recipe: Resolved) -> Resolved:
         return fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train)
 
-    recipe = in_text(recipe)
+    sized = asked if megabytes is None else fit_batch(fit_depth(asked, session, prepared), session, prepared)
+    before, recipe = recipe, in_text(resolve(sized, mesh.dp))
+    if sized != asked or recipe.model.vocab_size != before.model.vocab_size:  # of a tokenizer that was there
+        asked, shape = sized, replace(sized.model, vocab_size=recipe.model.vocab_size)
+        memory = memory_check(replace(asked, model=shape), machine, mesh, log)
     check(recipe, prepared.tokenizer)
     model, facts, _ = ready_model(recipe, prepared.tokenizer, machine, mesh, log)
     if recipe.train.minutes is not None:

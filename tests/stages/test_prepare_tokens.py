@@ -156,8 +156,8 @@ def test_a_packing_is_not_advised_where_the_recipe_makes_its_own_batches(tmp_pat
 
 
 def test_gpt_fills_up_a_foreign_vocabulary_and_never_writes_what_fills_it(tmp_path: Path, tokenizer: str) -> None:
-    recipe, run_dir = toy(tmp_path, tokenizer), RunDir(tmp_path / "out", "bin")
-    session = Session(stage="pretrain", machine=CPU, run_dir=run_dir, log=print)
+    recipe, run_dir, said = toy(tmp_path, tokenizer), RunDir(tmp_path / "out", "bin"), list[str]()
+    session = Session(stage="pretrain", machine=CPU, run_dir=run_dir, log=said.append)
     assert pretrain.run(recipe, session) == 0
     timed = replace(recipe, train=replace(recipe.train, steps=None, minutes=1.0))
     cut = replace(session, run_dir=RunDir(tmp_path / "cut", "bin"), mesh=replace(alone(), tp=2))
@@ -167,6 +167,8 @@ def test_gpt_fills_up_a_foreign_vocabulary_and_never_writes_what_fills_it(tmp_pa
     saved = read_saved(run_dir, "pretrain")
     assert saved is not None
     assert pretrain.run(replace(saved, train=replace(saved.train, steps=3)), replace(session, resume=True)) == 0
+    needed = [line.partition("memory: ")[2] for line in said if "memory: " in line]
+    assert len(needed) == 2 and needed[0] == needed[1], "a run that begins counts the tokenizer's vocabulary"
     loaded = load(run_dir, CPU, print)
     assert loaded.tokenizer.bos == loaded.recipe.model.bos == TOKENIZER.bos
     assert loaded.recipe.model.vocab_size == loaded.model.head.out_features == 320
