@@ -108,26 +108,25 @@ def prepare_mixture(
     opened, rows, compared = _open(recipe, out, fetch, log, tests)
     ready = [_prepared(source, rows, tokenizer, recipe, out, log) for source in opened]
     hidden = np.concatenate([one.hidden for one in ready])
-    found, train, val = [], [], []
+    found, train = [], []
     for number, (one, asked) in enumerate(zip(ready, recipe.conversation_sources, strict=True)):
         copied = np.isin(one.hashes, hidden)
         learned = np.flatnonzero(~copied)
         train.append(one.whole.part(learned[_repeated(len(learned), asked.repeats, (recipe.seed, number))]))
-        val.append(one.val)
         found.append(
             {
                 "source": asked.source,
                 "repeats": asked.repeats,
                 "conversations": train[-1].num_documents,
                 "tokens": train[-1].num_tokens,
-                "held_out": val[-1].num_documents,
+                "held_out": one.val.num_documents,
                 "copies": int(copied.sum()) - one.held,
                 "lost": one.lost,
                 "left_out": one.left_out,
             }
         )
     _refuse_few(recipe, *(sum(one[name] for one in found) for name in ("conversations", "held_out", "lost")))
-    return Mixture(Corpus.join(train), Corpus.join(val), found, compared)
+    return Mixture(Corpus.join(train), Corpus.join([one.val for one in ready]), found, compared)
 
 
 def _open(

@@ -219,8 +219,7 @@ def write_shards(
                 speed = done / 1e6 / (time.monotonic() - start)
                 meter.at((skipped + done) / 1e6, f"{speed:.1f} MB/s, {writer.tokens / 1e6:.1f}M tokens")
     speed = done / 1e6 / (time.monotonic() - start)
-    written = f"{writer.tokens:,} from {counted(writer.documents, 'document')}"
-    log(f"tokens: {split} {written}, {speed:.1f} MB/s → {folder}")
+    log(f"tokens: {split} {writer.tokens:,} from {counted(writer.documents, 'document')}, {speed:.1f} MB/s → {folder}")
 
 
 def _skip(texts: Iterator[str], documents: int, split: str) -> int:

@@ -247,10 +247,8 @@ def overview(fitted: Fitted, plan: loop.TrainingPlan, session: Session) -> list[
         untrained = math.log2(data.tokenizer.vocab_size) / data.bytes_per_token
         many = most_readings(parameters["kaplan"], text_bytes)
         lines = expectation(parameters["kaplan"], text_bytes, read_bytes, untrained)
-    room = ""
-    if fitted.memory is not None:
-        each = " for each rank" if session.mesh.world.size > 1 else ""
-        room = "; memory: at most {} of {}".format(*map(human_size, fitted.memory)) + each
+    each = " for each rank" if session.mesh.world.size > 1 else ""
+    room = "; memory: at most {} of {}".format(*map(human_size, fitted.memory)) + each if fitted.memory else ""
     lines += [
         f"model: {total:,} parameters; text: {data.train.num_tokens:,} tokens to train on, "
         f"{data.val.num_tokens:,} to validate on",

@@ -214,9 +214,8 @@ class Stage:
         with open_folder(self.folder, origin, self.source, self.trackers, self.mesh) as folder:
             if resumed:
                 self.log(f"resumed at step {state.step:,}")
-                folder.event("command", command=self.command, changed=list(changed))
-            elif opening.facts is None:  # a later stage: run.json has the command of the first one
-                folder.event("command", command=self.command)
+            if resumed or opening.facts is None:  # run.json has the command of a run's first stage
+                folder.event("command", command=self.command, changed=list(changed) if resumed else None)
             if opening.data is not None:
                 folder.event("data", **opening.data)
             for line in (*changed, *opening.lines):

@@ -22,6 +22,7 @@ from quern.recipe import Resolved
 from quern.runs.public_data import PublicData
 from quern.temporaries import sha256_of
 from quern.terminal import Meter
+from quern.text.documents import Log
 from quern.text.hugging_face import open_tokenizer
 from quern.text.tokenizer import Tokenizer, split_pattern, training_pieces
 
@@ -53,9 +54,7 @@ class Source:
     public: PublicData | None = None  # its files, where it is a public data set
 
 
-def named_tokenizer(
-    name: str | None, own: Tokenizer | None, log: Callable[[str], None], *, may_be_gone: bool = True
-) -> Tokenizer | None:
+def named_tokenizer(name: str | None, own: Tokenizer | None, log: Log, *, may_be_gone: bool = True) -> Tokenizer | None:
     """The tokenizer of this name or file; `own`, the run's, where none is named or the file is gone and may be. Raises
     FileNotFoundError if it is missing, ValueError if it is another one than `own`."""
     if name is None or (may_be_gone and own is not None and not Path(name).is_file()):
