@@ -4,7 +4,7 @@ Hypothesis: no unit is ever dead.
 Source: parameter-golf. nanochat's experiment log, 2026-03-24: slightly better per step, slightly slower, worse in
 time.
 Expected effect: slightly better at equal steps.
-Verdict: undecided on rung 0 (-0.0018 bits per byte, 8 pairs); better on rung 1 (-0.0063 bits per byte, 3 pairs);
+Verdict: undecided on rung 0 (-0.0018 bits per byte, 8 pairs); better on rung 1 (-0.0059 bits per byte, 5 pairs);
 undecided on rung 2 (-0.0065 bits per byte, 3 pairs); multiplier × 1.069 [1.049, 1.090], grows. Study ladder-2. Before:
 old baseline: no difference on rung 0 (-0.0011 bits per byte, 5 pairs); multiplier × 1.006 [0.997, 1.016]. Study ladder.
 """

@@ -3,7 +3,7 @@
 Hypothesis: the norm gives every token the same length, so that rare tokens with small rows are heard.
 Source: modded-nanogpt's walkthrough and nanochat norm the embedding; their logs do not measure it alone.
 Expected effect: slightly worse.
-Verdict: worse on rung 0 (+0.0080 bits per byte, 5 pairs); multiplier × 0.935 [0.904, 0.967]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0080 bits per byte, 5 pairs); multiplier × 0.935 [0.903, 0.967]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0080 bits per byte, 5 pairs); multiplier × 0.956 [0.942, 0.969]. Study ladder.
 """
 

@@ -3,7 +3,7 @@
 Hypothesis: loud rows dominate the spectrum, and quiet rows are not orthogonalised in five steps.
 Source: MuonEq-R (arXiv 2603.28254), a later default of nanochat.
 Expected effect: slightly worse.
-Verdict: no difference on rung 0 (+0.0006 bits per byte, 8 pairs); multiplier × 0.995 [0.978, 1.013]. Study ladder-2.
+Verdict: no difference on rung 0 (+0.0006 bits per byte, 8 pairs); multiplier × 0.995 [0.978, 1.014]. Study ladder-2.
 Before: old baseline: undecided on rung 0 (-0.0023 bits per byte, 3 pairs); undecided on rung 1 (+0.0020 bits per byte,
 3 pairs); multiplier × 0.982 [0.911, 1.054], unclear. Study ladder-offset. Before: old baseline: better, small on rung 0
 (-0.0029 bits per byte, 8 pairs); multiplier × 1.016 [1.009, 1.024]. Study ladder.

@@ -4,8 +4,8 @@ Hypothesis: row norms, Polar Express, variance reduction and cautious decay toge
 Source: Jordan et al. 2024; modded-nanogpt's walkthrough. nanochat's experiment log, 2026-01-10, added the
 improvements one by one.
 Expected effect: worse.
-Verdict: worse on rung 0 (+0.0746 bits per byte, 3 pairs); worse on rung 1 (+0.0081 bits per byte, 3 pairs); multiplier
-× 0.928 [0.900, 0.957], grows. Study ladder-2. Before: old baseline: worse on rung 0 (+0.0298 bits per byte, 3 pairs);
+Verdict: worse on rung 0 (+0.0746 bits per byte, 3 pairs); worse on rung 1 (+0.0080 bits per byte, 3 pairs); multiplier
+× 0.928 [0.901, 0.957], grows. Study ladder-2. Before: old baseline: worse on rung 0 (+0.0298 bits per byte, 3 pairs);
 multiplier × 0.845 [0.818, 0.873]. Study ladder.
 """
 

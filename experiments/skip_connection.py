@@ -4,7 +4,7 @@ Hypothesis: the second half profits from an early, less processed stream.
 Source: nanochat's experiment log, 2026-01-16 (from modded-nanogpt): slightly worse, and 2 GB more memory. The scale
 of the skip starts at 0.
 Expected effect: slightly worse, or no difference.
-Verdict: undecided on rung 0 (-0.0001 bits per byte, 8 pairs); multiplier × 1.001 [0.969, 1.032]. Study ladder-2.
+Verdict: undecided on rung 0 (-0.0001 bits per byte, 8 pairs); multiplier × 1.001 [0.969, 1.033]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (-0.0001 bits per byte, 8 pairs); multiplier × 1.001 [0.986, 1.015]. Study
 ladder.
 """

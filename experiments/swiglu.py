@@ -4,7 +4,7 @@ Hypothesis: a gated feed-forward learns more per step.
 Source: Shazeer 2020, "GLU Variants Improve Transformer" (arXiv 2002.05202). nanochat's experiment log, 2026-02-05:
 worse than ReLU² in steps, time and FLOPs, at depth 12 and 24.
 Expected effect: none or worse.
-Verdict: undecided on rung 0 (+0.0030 bits per byte, 8 pairs); undecided on rung 1 (-0.0044 bits per byte, 3 pairs);
+Verdict: undecided on rung 0 (+0.0030 bits per byte, 8 pairs); undecided on rung 1 (-0.0045 bits per byte, 3 pairs);
 better on rung 2 (-0.0055 bits per byte, 3 pairs); multiplier × 1.053 [1.045, 1.062], grows. Study ladder-2. Before: old
 baseline: worse, small on rung 0 (+0.0016 bits per byte, 8 pairs); multiplier × 0.989 [0.983, 0.996]. Study ladder.
 

@@ -6,7 +6,7 @@ values start nearer 1, and three steps of Polar Express, computed for inputs fro
 Source: Polar Express, Amsel et al. 2025 (arXiv 2505.16932), whose coefficients depend on the number of steps and on the
 smallest input; the scaling by the Gram matrix's norm is the bound σ ≤ ‖XXᵀ‖_F^½.
 Expected effect: no difference at equal steps, with two fifths of the orthogonalisation saved.
-Verdict: undecided on rung 0 (+0.0032 bits per byte, 8 pairs); multiplier × 0.991 [0.968, 1.017]. Study ladder-2.
+Verdict: undecided on rung 0 (+0.0032 bits per byte, 8 pairs); multiplier × 0.991 [0.967, 1.017]. Study ladder-2.
 """
 
 from dataclasses import replace

@@ -5,7 +5,7 @@ Source: nanochat. It was quern's default until modded-nanogpt's 0.4 was better b
 in five pairs each, study ladder-offset.
 Expected effect: slightly worse.
 Verdict: worse on rung 0 (+0.0057 bits per byte, 5 pairs); undecided on rung 1 (+0.0004 bits per byte, 3 pairs);
-multiplier × 0.996 [0.974, 1.023], grows. Study ladder-2.
+multiplier × 0.996 [0.974, 1.022], grows. Study ladder-2.
 """
 
 from dataclasses import replace
