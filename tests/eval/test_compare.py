@@ -58,7 +58,7 @@ def test_items_are_paired_by_their_prompt(tmp_path: Path) -> None:
     second = read_answers(write(tmp_path / "b", {"w": 0, "z": 0, "y": 1, "x": 0}))["t/k"]
     found = compare("t/k", first, second, NAMES)
     assert (found.count, found.first, found.second, found.only_first, found.only_second) == (4, 0.75, 0.25, 2, 0)
-    assert found.p == 0.5 and found.low <= 0.5 <= found.high
+    assert found.p == 0.5 and found.low is not None and found.high is not None and found.low <= 0.5 <= found.high
     shares = read_answers(write(tmp_path / "c", {"x": 0.25, "y": 1, "z": 0, "w": 1}))["t/k"]
     assert compare("t/k", first, shares, NAMES).p is None
     twice = read_answers(write(tmp_path / "d", {"x": 1, "x'": 0}))["t/k"]
