@@ -40,7 +40,7 @@ from quern.text.sources import files
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
 
-PACKAGES = ("torch", "numpy", "tiktoken", "rustbpe")
+PACKAGES = ("numpy", "tiktoken", "rustbpe")  # torch tells itself which build it is, its package does not
 WARM_UP_MS, MEASURED_MS = 5, 20
 Job = Callable[[], object]
 Seconds = dict[str, np.ndarray]
@@ -209,7 +209,7 @@ def line_of(one: Figure) -> str:
 
 def versions() -> dict[str, str]:
     """Returns the versions of quern, its source, Python and the measured packages that are installed."""
-    found = {name: version(name) for name in PACKAGES if find_spec(name)}
+    found = {"torch": torch.__version__} | {name: version(name) for name in PACKAGES if find_spec(name)}
     git = git_hash(Path(__file__).parent) or "unknown"
     return {"quern": quern.__version__, "python": platform.python_version(), **found, "git": git}
 
