@@ -148,7 +148,7 @@ def data_sheet(machine: Machine) -> float | None:
 def slowest_kernels(step: Callable[[], object], on_gpu: bool, usual: float) -> Iterator[Figure]:
     """Percent of a step's usual seconds: the rest that no kernel takes, the kinds of kernels, and the 15 kernels that
     take longest; on a CPU operators."""
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as taken:
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, acc_events=True) as taken:
         for _ in range(TRACED_STEPS):
             step()
     kernels, kinds = cast(tuple[Any, Any], (Counter(), Counter()))  # counters of floats

@@ -30,7 +30,7 @@ BACKENDS = "gloo:", "nccl"
 def recorded(path: Path) -> Iterator[None]:
     """Records what this process does in the body, also on its GPU, and writes the trace to a file."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=kinds) as profiler:
+    with profile(activities=kinds, acc_events=True) as profiler:  # torch 2.11 warns of lost events without it
         yield
     with whole_file(path) as file:
         profiler.export_chrome_trace(str(file))
