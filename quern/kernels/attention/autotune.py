@@ -50,9 +50,9 @@ class Backend:
 
 
 def attend_cudnn(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
-    """SDPA by cuDNN only, which is faster than torch's first choice on some GPUs. Without gradients lengths vary, and
-    cuDNN plans for each shape (`machine.detect`): torch chooses there."""
-    unknown = q_BTHE.size(-1) % 8 or q_BTHE.size(-1) > 128 or k_BTKE.size(1) == 1  # cuDNN has no kernel for these
+    """SDPA by cuDNN only, which is faster than torch's first choice on some GPUs. torch chooses where cuDNN has no
+    kernel, and without gradients, where lengths vary and it would plan for each shape (`machine.detect`)."""
+    unknown = q_BTHE.size(-1) % 8 or q_BTHE.size(-1) > 128 or k_BTKE.size(1) == 1 or q_BTHE.dtype == torch.float32
     if unknown or not torch.is_grad_enabled():
         return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -124,10 +124,10 @@ def fits(backend: Backend, kind: str) -> bool:
 
 
 def available(machine: Machine) -> list[Backend]:
-    """The installed paths, whether they work or not, in the order of preference."""
+    """The installed paths for the dtype, whether they work or not, in the order of preference."""
     if machine.device.type != "cuda":
         return [SDPA]
-    paths = [*([FLASH] if TRITON_FOUND else []), CUDNN, SDPA]
+    paths = [*([FLASH] if TRITON_FOUND else []), *([CUDNN] if machine.dtype != torch.float32 else []), SDPA]
     for module in ("flash_attn_interface", "flash_attn.cute", "flash_attn"):
         with suppress(ImportError):  # not installed
             paths.append(installed_flash(module))

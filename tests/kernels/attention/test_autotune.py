@@ -110,13 +110,29 @@ def test_what_is_not_installed_is_an_import_error() -> None:
         autotune.installed_flash("flash_attn_interface_that_nobody_has")
 
 
-@pytest.mark.parametrize(("T", "E", "recorded"), [(9, 100, True), (9, 256, True), (1, 64, True), (9, 64, False)])
-def test_heads_that_cudnn_has_no_kernel_for_take_another(T: int, E: int, recorded: bool) -> None:
+@pytest.mark.parametrize(
+    ("T", "E", "dtype", "recorded"),
+    [
+        (9, 100, torch.float16, True),
+        (9, 256, torch.float16, True),
+        (1, 64, torch.float16, True),
+        (9, 64, torch.float32, True),
+        (9, 64, torch.float16, False),
+    ],
+)
+def test_heads_that_cudnn_has_no_kernel_for_take_another(T: int, E: int, dtype: torch.dtype, recorded: bool) -> None:
     """On a CPU it has none for any, and says so. Without gradients, where lengths vary, each would cost it a plan."""
-    q, k, v = (torch.randn(1, T, heads, E) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(1, T, heads, E, dtype=dtype) for heads in (4, 2, 2))
     with torch.set_grad_enabled(recorded):
         found = autotune.CUDNN.attend(q, k, v, MaskSpec(), None)
-    assert (found - attend_plain(q, k, v, MaskSpec())).abs().max() <= 1e-5
+    assert (found - attend_plain(q, k, v, MaskSpec())).abs().max() <= 10 * torch.finfo(dtype).eps
+
+
+def test_a_gpu_that_computes_in_fp32_does_not_try_cudnn() -> None:
+    """torch would print seven warnings at each start, and quern a note."""
+    gpu = replace(CPU, device=torch.device("cuda"))
+    tried = [[path.name for path in autotune.available(replace(gpu, dtype=one))] for one in autotune.TOLERANCE]
+    assert ["cudnn" in names for names in tried] == [False, True]
 
 
 def triton_deviation(kind: str) -> float:
