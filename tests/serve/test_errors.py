@@ -2,6 +2,7 @@
 
 import gc
 import gzip
+import itertools
 import json
 import math
 import time
@@ -21,6 +22,16 @@ from tests.serve.conftest import CHAT, CONTEXT, FIRST, RESPONSES, TEXT, check_er
 from tests.support.http_server import running, web
 
 
+def levels_of_json() -> int:
+    """Levels of a schema of which JSON's parser can read few more, or no more: each version of Python has a limit."""
+    try:
+        for levels in itertools.count(50, 50):
+            json.loads('{"properties":{"a":' * levels + "1" + "}}" * levels)
+    except RecursionError:
+        return levels
+    raise AssertionError
+
+
 def schema(of: Any, kind: str = "json_schema") -> dict[str, Any]:
     return {"response_format": {"type": kind, "json_schema": {"name": "x", "schema": of}}}
 
@@ -35,7 +46,7 @@ def called(arguments: str) -> dict[str, Any]:
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 CLOCK, WRONG = function("clock"), {"type": "strin"}
-DEEP = reduce(lambda inner, _: {"properties": {"a": inner}}, range(250), WRONG)
+DEEP = reduce(lambda inner, _: {"properties": {"a": inner}}, range(levels_of_json() * 17 // 20), WRONG)
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 FORM = {"type": "json_schema", "name": "n", "schema": WRONG}
 ITEM = {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"}
