@@ -95,7 +95,7 @@ def test_answers_without_a_seed_differ(client: openai.OpenAI) -> None:
 def test_calls_of_the_calculator_travel_as_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quern.serve.worker.STREAM_SECONDS", 0.0)  # the call comes in two pieces
     parrot = make_parrot()
-    parrot.will_say(Delta("tool", "1"), Delta("tool", "+1"), Delta("output", "2"), "two")
+    parrot.will_say(Delta("tool", "1"), Delta("tool", "+1"), Delta("output", "2"), "two", seconds=0.1)
     with running(create_app({NAME: parrot})) as base:
         message = post(base, CHAT, ask()).json()["choices"][0]["message"]
         assert (message["role"], message["content"]) == ("assistant", "two")
