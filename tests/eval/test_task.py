@@ -55,7 +55,8 @@ def test_scores_follow_the_grades_and_the_kinds(engine):
         assert score.low is not None and score.value is not None and score.high is not None
         assert score.low <= score.value <= score.high
     assert scores[0].prompt_hash != scores[1].prompt_hash
-    assert scores[0].chance == np.mean([item.chance for item in asked()[:5]])
+    mean = np.mean([item.chance for item in asked()[:5]])
+    assert scores[0].chance == pytest.approx(mean, rel=1e-15)  # Python rounds a sum once from 3.12 on
     with pytest.raises(ValueError, match="no questions"):
         run_task(engine, toy([]))
     [score], _ = run_task(engine, replace(toy([]), items=lambda seed, count: iter(asked(2, "facts"))))
