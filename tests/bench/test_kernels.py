@@ -52,6 +52,14 @@ def test_flex_attention_is_compared_on_the_same_mask(mask: MaskSpec) -> None:
     assert (y - attend_plain(q, k, v, mask, 0.3)).abs().max() <= 1e-5
 
 
+def test_the_blocks_of_flex_attention_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a GPU their sort becomes 94,000 lines, at which the assembler worked for more than 90 seconds."""
+    compiled: list[str] = []
+    monkeypatch.setattr(Setup, "compiled", lambda _, function: compiled.append(function.__name__))
+    flex(a_setup())
+    assert compiled == ["flex_attention"]
+
+
 def test_all_that_gpu_stands_for_runs(tmp_path: Path) -> None:
     code, found = measured(tmp_path, "gpu")
     assert code == 0 and found.keys() == set(command.GPU)
