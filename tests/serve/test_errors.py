@@ -2,9 +2,9 @@
 
 import gc
 import gzip
-import itertools
 import json
 import math
+import sys
 import time
 from functools import reduce
 from typing import Any
@@ -22,16 +22,6 @@ from tests.serve.conftest import CHAT, CONTEXT, FIRST, RESPONSES, TEXT, check_er
 from tests.support.http_server import running, web
 
 
-def levels_of_json() -> int:
-    """Levels of a schema of which JSON's parser can read few more, or no more: each version of Python has a limit."""
-    try:
-        for levels in itertools.count(50, 50):
-            json.loads('{"properties":{"a":' * levels + "1" + "}}" * levels)
-    except RecursionError:
-        return levels
-    raise AssertionError
-
-
 def schema(of: Any, kind: str = "json_schema") -> dict[str, Any]:
     return {"response_format": {"type": kind, "json_schema": {"name": "x", "schema": of}}}
 
@@ -46,7 +36,8 @@ def called(arguments: str) -> dict[str, Any]:
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 CLOCK, WRONG = function("clock"), {"type": "strin"}
-DEEP = reduce(lambda inner, _: {"properties": {"a": inner}}, range(levels_of_json() * 17 // 20), WRONG)
+LEVELS = 250 if sys.version_info < (3, 12) else 650  # JSON's parser reads them, and the prompt cannot be written
+DEEP = reduce(lambda inner, _: {"properties": {"a": inner}}, range(LEVELS), WRONG)
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 FORM = {"type": "json_schema", "name": "n", "schema": WRONG}
 ITEM = {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"}
@@ -149,7 +140,12 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ("path", "change", "words", "param"), [(path, *row) for path, rows in ERRORS.items() for row in rows]
 )
 def test_a_parameter_is_refused_by_name(url: str, path: str, change: dict[str, Any], words: str, param: str) -> None:
-    response = post(url, path, change)
+    usual, before = 1000, sys.getrecursionlimit()  # PyTorch's compiler raises it
+    sys.setrecursionlimit(usual)
+    try:
+        response = post(url, path, change)
+    finally:
+        sys.setrecursionlimit(before)
     check_error(response, 400, words.replace("{param}", param), param)
     if path == RESPONSES:
         assert "messages" not in response.text and "response_format" not in response.text
