@@ -142,10 +142,10 @@ def show(run_dir: RunDir, log: Log) -> None:
 
 def rename(run_dir: RunDir, new: RunDir, log: Log) -> None:
     """Gives a run another name. Raises ValueError if a process trains it, or if there is a run of that name."""
-    if new.folder.exists():
-        raise ValueError(f"there is a run '{new.run}' already: choose another name, or remove that one first")
     command = f"quern runs rename {run_dir.run} {new.run}"
     with run_lock(run_dir, command, instead=""), locked(new.lock, partial(refuse, new, ""), command):
+        if new.folder.exists():
+            raise ValueError(f"there is a run '{new.run}' already: choose another name, or remove that one first")
         run_dir.folder.rename(new.folder)
     log(f"run '{run_dir.run}' is now '{new.run}': {new.folder.absolute()}")
 

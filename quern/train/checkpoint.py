@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 from collections import Counter
@@ -31,10 +32,11 @@ from safetensors.torch import save as serialized
 from quern.mesh import Mesh, ProcessGroup, alone
 from quern.parallel.sharding import Slice
 from quern.temporaries import sha256_of, sync_path
-from quern.train.manifest import CheckpointError, candidates, is_kept, read_manifest, verify, write_manifest
+from quern.train.manifest import FOLDER, CheckpointError, candidates, is_kept, read_manifest, verify, write_manifest
 
 OFFSETS = "DCP_SHARDING_INFO"
 """The key of a safetensors header under which JSON gives name → saved_offsets."""
+_TRASH = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
 Tensors = Mapping[str, torch.Tensor | Slice]
 
 
@@ -72,8 +74,7 @@ def save(
     with failing_together(world, refused):
         if mesh.main:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f"step-*.tmp-{'[0-9a-f]' * 32}"):  # by saves that were killed
-                shutil.rmtree(left, ignore_errors=True)
+            _clean(folder)
             temporary.mkdir()
     try:
         found: dict[str, dict[str, Any]] = {}
@@ -88,11 +89,7 @@ def save(
             if mesh.main:
                 facts = dict(sorted((name, one) for part in gathered for name, one in part.items()))
                 write_manifest(temporary, step, facts, meta, torch.__version__)
-                replaced = _hide(final) if final.exists() else None  # damaged, or written by the same command
-                os.rename(temporary, final)
-                sync_path(folder)
-                if replaced is not None:
-                    shutil.rmtree(replaced, ignore_errors=True)
+                _put_in_place(temporary, final)
     except CheckpointError:
         shutil.rmtree(temporary, ignore_errors=True)  # best effort: the next save cleans up too
         raise
@@ -190,6 +187,17 @@ def _write_tensors(file: Path, slices: Mapping[str, Slice]) -> None:
     sync_path(file)
 
 
+def _put_in_place(temporary: Path, final: Path) -> None:
+    """Renames into place. One rename cannot replace a folder, so an earlier save of this step is renamed first."""
+    aside = final.with_name(f"{final.name}.old-{uuid.uuid4().hex}")
+    if final.exists():
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    sync_path(final.parent)
+    if aside.exists():
+        _remove(aside)
+
+
 def _prune(folder: Path, saved: Path, keep: int) -> None:
     """Removes checkpoints older than the newest `keep` complete ones; `saved` counts and is never removed."""
     complete = {step: path for step, path in candidates(folder).items() if path == saved or not is_kept(path)}
@@ -198,19 +206,33 @@ def _prune(folder: Path, saved: Path, keep: int) -> None:
     whole = 1
     for path in (complete[step] for step in sorted(complete, reverse=True) if complete[step] != saved):
         if whole >= keep:
-            shutil.rmtree(_hide(path), ignore_errors=True)
+            _remove(path)
             continue
         with suppress(CheckpointError):
             verify(path)
             whole += 1
 
 
-def _hide(path: Path) -> Path:
-    """Renames a checkpoint before it is removed, so that a partly removed one is never visible. Returns its new path:
-    what is not removed there, such as files that a network file system still holds, the next save removes."""
-    hidden = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
-    os.rename(path, hidden)
-    return hidden
+def _remove(path: Path) -> None:
+    """Removes a checkpoint. One rename hides it first, so that a partly removed one is never visible."""
+    trash = path.with_name(f"{path.name.partition('.')[0]}.tmp-{uuid.uuid4().hex}")
+    os.rename(path, trash)
+    shutil.rmtree(trash, ignore_errors=True)  # the next save removes files that a network file system still holds
+
+
+def _clean(folder: Path) -> None:
+    """Removes the remains of crashed saves, and restores an earlier save whose replacement is missing."""
+    for path in sorted(folder.iterdir()):
+        if _TRASH.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        match = FOLDER.fullmatch(path.name)
+        if match and match["old"]:
+            final = path.with_name(path.name.partition(".")[0])
+            if final.exists():
+                _remove(path)
+            else:
+                os.rename(path, final)
 
 
 def _write_error(folder: Path, step: int, needed: int, error: OSError) -> str:

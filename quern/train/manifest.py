@@ -76,7 +76,8 @@ def _content_hash(content: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
 
 
-FOLDER = re.compile(r"step-(\d{8,})")
+# `.old-` exists only between the two renames that replace a step by a new save of the same step.
+FOLDER = re.compile(r"step-(\d{8,})(?P<old>\.old-[0-9a-f]+)?")
 
 
 def steps(folder: Path) -> list[int]:
@@ -125,9 +126,15 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def candidates(folder: Path) -> dict[int, Path]:
-    """Returns step → folder."""
-    found = ((FOLDER.fullmatch(path.name), path) for path in folder.glob("step-*"))
-    return {int(match[1]): path for match, path in found if match and path.is_dir()}
+    """Returns step → folder; the replaced folder only where its replacement is missing."""
+    found: dict[int, Path] = {}
+    if not folder.is_dir():
+        return found
+    for path in sorted(folder.iterdir(), key=lambda path: ".old-" in path.name):
+        match = FOLDER.fullmatch(path.name)
+        if match and path.is_dir():
+            found.setdefault(int(match[1]), path)
+    return found
 
 
 def is_kept(path: Path) -> bool:

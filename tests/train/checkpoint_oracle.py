@@ -65,10 +65,14 @@ def identity_of(path: Path) -> int | None:
 
 
 def on_disk(folder: Path) -> dict[int, int]:
-    """Step → identity of what is whole on disk."""
-    paths = (path for path in sorted(folder.glob("step-*")) if ".tmp-" not in path.name)
-    return {int(path.name[5:13]): identity for path in paths if (identity := identity_of(path)) is not None}
+    """Step → identity of what is whole on disk, one that stepped aside counted where it is the only one."""
+    found: dict[int, int] = {}
+    for path in sorted(folder.glob("step-*"), key=lambda path: ".old-" in path.name):
+        identity = identity_of(path) if ".tmp-" not in path.name else None
+        if identity is not None and not (".old-" in path.name and path.with_suffix("").exists()):
+            found[int(path.name[5:13])] = identity
+    return found
 
 
 def temporaries(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if ".tmp-" in path.name]
+    return [path.name for path in folder.iterdir() if ".tmp-" in path.name or ".old-" in path.name]
