@@ -17,19 +17,16 @@ import shlex
 import shutil
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 from quern.process import waiting
 
 LOCK = "lock"
-LOOK_SECONDS = 0.005
-"""More than `holder_of` takes to look at a lock, which it then holds."""
 NAMES = "backslashreplace"
 """The bytes of a file name that are no UTF-8 are surrogates in a text; JSON reads these escapes as the same ones."""
 
@@ -80,53 +77,24 @@ def write_whole(path: Path, text: str) -> None:
 def alone_in(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Runs the body in one process at a time, by a lock in the folder, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
-
-    def wait(who: str) -> AbstractContextManager[object]:
-        return waiting(f"{who}, which writes to {folder}", log=log)
-
-    with naming(folder), locked(folder / ".lock", wait):
+    with naming(folder), open(folder / ".lock", "a+", encoding="utf-8", errors=NAMES) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            with waiting(f"{lock.read() or 'another process'}, which writes to {folder}", log=log):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(holder())
+        lock.flush()
         yield
 
 
-@contextmanager
-def locked(path: Path, busy: Callable[[str], AbstractContextManager[object]], command: str = "") -> Iterator[None]:
-    """Locks a file for the body. The file names the holder, and is never removed: two processes could hold its name.
-
-    Args:
-        busy: Called with the name of another process that holds the lock. Raises, or returns the block that waits.
-        command: The command line of this process; by default, the one that Python got.
-    """
-    with open(path, "a+b", 0) as lock:
-        if not _takes(lock, fcntl.LOCK_EX):
-            time.sleep(LOOK_SECONDS)
-            if not _takes(lock, fcntl.LOCK_EX):
-                with busy(_holder_in(lock)):
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        command = command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        with naming(path):
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {platform.node()} since {since} (`{command}`)".encode("utf-8", NAMES))
-        yield
-
-
-def holder_of(path: Path) -> str | None:
-    """The name of the process that has locked a file; None if none has."""
-    with suppress(FileNotFoundError), open(path, "rb") as lock:
-        return None if _takes(lock, fcntl.LOCK_SH) else _holder_in(lock)
-    return None
-
-
-def _takes(lock: BinaryIO, kind: int) -> bool:
-    try:
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _holder_in(lock: BinaryIO) -> str:
-    return os.pread(lock.fileno(), 1 << 16, 0).decode("utf-8") or "another process"
+def holder(command: str = "") -> str:
+    """Names this process, in a lock that it holds. command: its command line; by default, the one that Python got."""
+    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    command = command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return f"process {os.getpid()} on {platform.node()} since {since} (`{command}`)"
 
 
 def remove_abandoned(folder: Path, name: str | None = None) -> None:

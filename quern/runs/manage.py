@@ -12,7 +12,6 @@ from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +19,8 @@ from quern.flags import check_flags
 from quern.flags.check_flags import Mark
 from quern.records import METRICS, read_lines
 from quern.runs.run_dir import STAGES, RunDir, instead_of_no_run, runs_in
-from quern.runs.run_lock import refuse, refuse_in_use, run_lock
-from quern.temporaries import locked, remove_whole
+from quern.runs.run_lock import refuse_in_use, run_lock
+from quern.temporaries import remove_whole
 from quern.terminal import duration, grid, human_size
 
 Log = Callable[[str], None]
@@ -142,10 +141,9 @@ def show(run_dir: RunDir, log: Log) -> None:
 
 def rename(run_dir: RunDir, new: RunDir, log: Log) -> None:
     """Gives a run another name. Raises ValueError if a process trains it, or if there is a run of that name."""
-    command = f"quern runs rename {run_dir.run} {new.run}"
-    with run_lock(run_dir, command, instead=""), locked(new.lock, partial(refuse, new, ""), command):
-        if new.folder.exists():
-            raise ValueError(f"there is a run '{new.run}' already: choose another name, or remove that one first")
+    if new.folder.exists():
+        raise ValueError(f"there is a run '{new.run}' already: choose another name, or remove that one first")
+    with run_lock(run_dir, f"quern runs rename {run_dir.run} {new.run}", instead=""):
         run_dir.folder.rename(new.folder)
     log(f"run '{run_dir.run}' is now '{new.run}': {new.folder.absolute()}")
 

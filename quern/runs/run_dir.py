@@ -4,11 +4,14 @@ one that `--out` names.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -19,7 +22,7 @@ from quern.flags.recipe_flags import Arguments
 from quern.recipe import Resolved
 from quern.records import drop_torn_end, read_json
 from quern.resolve import resolve
-from quern.temporaries import NAMES, holder_of, naming, sha256_of, write_whole
+from quern.temporaries import NAMES, naming, sha256_of, write_whole
 from quern.train import manifest
 from quern.validate import RecipeBody, check_body
 
@@ -30,6 +33,7 @@ STAGES = ("pretrain", "sft", "rl")
 NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
 """Checkpoints by name; others are steps."""
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
+LOCK = ".lock"
 SHOWN_RUNS = 5
 
 
@@ -79,12 +83,12 @@ class RunDir:
     @property
     def holder(self) -> str | None:
         """The name of the process that holds the run's lock (run_lock.py); None if no process does."""
-        return holder_of(self.lock)
-
-    @property
-    def lock(self) -> Path:
-        """The run's lock: beside its folder, so that it stays when the folder is removed or renamed."""
-        return self.folder.with_name(f".{self.run}.lock")
+        with suppress(FileNotFoundError), open(self.folder / LOCK, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return holder_in(file.fileno())
+        return None
 
     def stage(self, name: str) -> Path:
         return self.folder / name
@@ -224,6 +228,11 @@ class RunDir:
 def command_of(stage: str) -> str:
     """The command that trains a stage."""
     return f"quern {stage}" if stage in STAGES else f"quern {stage} train"
+
+
+def holder_in(lock: int) -> str:
+    """The name of the process that an open lock file tells."""
+    return os.pread(lock, 1 << 16, 0).decode("utf-8") or "another process"
 
 
 def runs_in(out: Path) -> list[RunDir]:

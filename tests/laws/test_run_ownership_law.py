@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from quern.runs.run_dir import RunDir
 from quern.text.tinyworld import corpus
 from tests.laws.table import Law
 from tests.support.folder import contents
@@ -125,7 +124,7 @@ def test_changes_between_stops(trials: Sequence[int], bench: Bench, law: Law) ->
 def test_two_processes_on_one_run(bench: Bench, law: Law) -> None:
     """The first one stands still while the second one begins."""
     (reference, _), name = bench.reference(PRETRAIN, "fp32"), bench.fresh(PRETRAIN, "fp32")
-    lock, known = RunDir(bench.folder / "out", name).lock, len(bench.log())
+    lock, known = bench.stage(name, PRETRAIN).parent / ".lock", len(bench.log())
     arguments, pipe = Bench.arguments(PRETRAIN, name, "fp32"), subprocess.PIPE
     command = [sys.executable, "-m", "quern.cli.main", *arguments]
     with subprocess.Popen(

@@ -45,10 +45,6 @@ def runs(told: Told, mine: RunDir) -> Told:
     return lambda *words, code=0: told("runs", *words, "--out", mine.out, code=code)
 
 
-def runs_of(run_dir: RunDir) -> list[str]:
-    return [path.name for path in (run_dir.out / "runs").iterdir() if path.suffix != ".lock"]
-
-
 def test_the_table_has_a_line_of_facts_for_each_run(mine: RunDir, runs: Told) -> None:
     (mine.out / "runs" / "notes.txt").write_text("no run", encoding="utf-8")
     (mine.folder / "run.json").write_text("damaged", encoding="utf-8")
@@ -110,7 +106,7 @@ def test_a_run_is_removed_after_a_question_and_never_while_it_is_in_use(
     assert runs("remove", "mine") == "" and mine.folder.exists()
     monkeypatch.setattr("builtins.input", lambda prompt: "y")
     assert runs("remove", "mine").startswith("removed run 'mine' (5.")
-    assert runs_of(mine) == ["older"]
+    assert [path.name for path in (mine.out / "runs").iterdir()] == ["older"]
     disk, linked = mine.out / "disk", RunDir(mine.out, "older").folder
     disk.mkdir()
     linked.rename(disk / "older")
@@ -118,7 +114,7 @@ def test_a_run_is_removed_after_a_question_and_never_while_it_is_in_use(
     monkeypatch.setattr("builtins.input", Mock(side_effect=EOFError))  # Ctrl-D
     assert runs("remove", "older") == "" and linked.exists()
     assert runs("remove", "older", "older", "--yes").count("removed run 'older'") == 1
-    assert [*runs_of(mine), *disk.iterdir()] == []
+    assert [*(mine.out / "runs").iterdir(), *disk.iterdir()] == []
 
 
 def test_a_run_is_measured_while_its_checkpoints_are_replaced(mine: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +170,9 @@ def test_looking_at_a_lock_does_not_stop_who_takes_it(mine: RunDir, monkeypatch:
     """The process that looks holds the lock for an instant; the one that trains then tries again."""
     import fcntl
 
-    looking = mine.lock.open("a")
+    looking = (mine.folder / ".lock").open("a")
     fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr("quern.temporaries.time.sleep", lambda seconds: looking.close())
+    monkeypatch.setattr("quern.runs.run_lock.time.sleep", lambda seconds: looking.close())
     with run_lock(mine, "quern sft"):
         assert (mine.holder or "").endswith("(`quern sft`)")
 
@@ -208,6 +204,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_named(run_dir: RunDir) -> None:
 
 
 def test_never_two_at_a_time_while_others_remove_the_empty_folder(run_dir: RunDir) -> None:
+    """A lock file is removed while others wait to open it: whoever locks the removed one does not hold the run."""
     alone = threading.Lock()
 
     def work(_: int) -> int:
