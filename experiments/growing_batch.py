@@ -33,8 +33,6 @@ def stages_begun(step: int, steps: int) -> list[int]:
 class GrowingBatches(Batches):
     """Step s reads 1, 2 or 3 consecutive batches of half the recipe's size, so a run reads as many tokens as before."""
 
-    ahead = True
-
     def __init__(self, unit: Loader, steps: int) -> None:
         self.unit, self.steps, self.context = unit, steps, unit.context
         self.batch_rows = 2 * unit.batch_rows

@@ -90,8 +90,9 @@ def _sweep(rest: Arguments, help_text: str) -> int:
         from quern.lab.search import sweep
 
     sweep.space_of(options)  # refused before the machine is tried out, which compiles
-    machine = machines.detect(**options.device_arguments(options.workers))
-    trainer = trainer_for(options.recipe, options.out, machine, log)
+    detected = machines.detect(**options.device_arguments(options.workers))
+    trainer = trainer_for(options.recipe, options.out, detected, log)
+    machine = trainer.machine
     worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(machine.threads)]
     facts = start_facts(machine, rest.command("lab sweep"))
     return sweep.run(options, log, trainer, worker, machines.worker_variables(machine), facts=facts, source=source)

@@ -6,6 +6,7 @@ A batch is a pure function of (seed, step), for any number of ranks and micro-ba
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,6 +44,7 @@ class BatchSource(Protocol):
     ahead: bool
     """Whether batches may be read before their step. False where a batch depends on the model."""
 
+    @abstractmethod
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """This rank's rows of the global batch of `step`."""
         ...
@@ -51,9 +53,11 @@ class BatchSource(Protocol):
 class Batches(BatchSource, Protocol):
     """The batches of pretraining (`make_batches` of a recipe)."""
 
+    ahead: bool = True
     context: int  # targets of a row
     batch_rows: int  # rows of a global batch, over all ranks
 
+    @abstractmethod
     def report(self) -> dict[str, float]:
         """Counts and shares for the report, such as those of `data.loader.Loader`."""
         ...

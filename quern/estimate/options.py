@@ -91,7 +91,9 @@ class PlanOptions:
         RL,
         Refusal(FINE_TUNING, "is for fine-tuning, and a plan is for pretraining"),
         Refusal("train.minutes", "is a time on this machine, and a plan says how long others take: give train.steps"),
-        Refusal("train.fp8", "is not in a plan, which counts products in bf16: leave it out"),
+        Refusal(
+            "train.fp8", "is not in a plan, which counts products in bf16: leave it out, also of the recipe's file"
+        ),
         FOLLOWING[0],
     )
 

@@ -136,7 +136,7 @@ def paired_bootstrap(differences: Sequence[float] | np.ndarray) -> tuple[float, 
     from scipy.stats import bootstrap
 
     values = np.asarray(differences, dtype=np.float64)
-    if np.ptp(values) == 0:
+    if np.allclose(values, values[0]):
         return None, None
     at_once, draw = max(1, CELLS // len(values)), np.random.default_rng(0)
     found = bootstrap((values,), np.mean, n_resamples=RESAMPLES, batch=at_once, method="percentile", rng=draw)

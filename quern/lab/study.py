@@ -45,7 +45,7 @@ def start_facts(machine: Machine, command: str) -> dict[str, Any]:
 
 
 def data_names(data: str) -> str:
-    """The names of a recipe's data, one in each line, without folders as text of one line."""
+    """Returns the names in a recipe's `data` (one per line), without their folders, joined by commas."""
     return ", ".join(Path(name).name for name in data.split("\n"))
 
 

@@ -174,7 +174,8 @@ class Rollouts:
 
     def logprobs(self, rows: Sequence[Rollout], model: LanguageModel | None = None) -> list[np.ndarray]:
         """Log-probabilities of the replies' tokens, computed as in training. model: by default the one in training."""
-        model, batch, found = model or self.engine.model, self._batch(rows), list[np.ndarray]()
+        model, batch = model or self.engine.model, self._batch(rows)
+        found: list[np.ndarray] = []
         with evaluating(model):
             for micro in batch.split(self.micro_batch_rows * max(1, self.engine.context // batch.tokens.shape[1])):
                 found += list(-batch_losses(model, micro.tokens, micro.targets, self.engine.machine))

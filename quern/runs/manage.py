@@ -54,8 +54,8 @@ def main(arguments: Sequence[str], log: Log, description: str) -> int:
     if len(names) < least or (action == "rename" and len(names) > least):
         raise ValueError(f"give it the names: quern runs {action} {TAKES[action]}")
     stages = [name.partition("/")[2] for name in names] if action == "compare" else []
-    if unknown := [stage for stage in stages if stage and stage not in STAGES]:
-        raise ValueError(f"there is no stage '{unknown[0]}': use {', '.join(STAGES[:-1])} or {STAGES[-1]}")
+    if unknown := [stage for stage in stages if stage and stage not in SHOWN]:
+        raise ValueError(f"there is no stage '{unknown[0]}': use {', '.join(SHOWN[:-1])} or {SHOWN[-1]}")
     runs = [RunDir(options.out, name.partition("/")[0] if action == "compare" else name) for name in names]
     for one in runs[:1] if action == "rename" else runs:
         if not one.folder.is_dir():
@@ -187,6 +187,8 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
         for line in grid(["", *names], [[name, *(str(one.get(name, NONE)) for one in recipes)] for name in fields], 1):
             log(line)
     for other in names[1:]:
+        if any(name.endswith(f"/{SHOWN[1]}") for name in (names[0], other)):
+            continue  # a stage of JAX answers no questions
         try:
             compare_answers(names[0], other, runs[0].out, log)
         except FileNotFoundError as error:

@@ -18,7 +18,7 @@ from quern.lab.arms import Arm, Seeds, Train
 from quern.lab.ladder import command, report
 from quern.lab.ladder import study as ladder
 from quern.lab.ladder.report import Curve, course, multiplier, predictions, rows, told
-from quern.lab.ladder.study import BASELINES, RUNGS, Comparison, at_rung, code_fingerprint, numbers
+from quern.lab.ladder.study import BASELINES, RUNGS, TRIALS, Comparison, at_rung, code_fingerprint, numbers
 from quern.lab.ladder.work import LOOKS, TUNE_SEEDS, Worker, chosen, judged, proxy_line
 from quern.lab.log.comparison import ComparisonPage
 from quern.lab.options import CompareOptions
@@ -26,6 +26,7 @@ from quern.lab.trainer import Trial
 from quern.lab.verdict import Finding
 from quern.recipe import Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
+from quern.records import read_lines
 from tests.support.rows import write_rows
 
 SIZES = {0: 1e13, 1: 4e13, 2: 1.6e14}
@@ -345,6 +346,20 @@ def test_a_failing_baseline_is_trained_when_its_file_is_repaired(tmp_path: Path)
     start(study, arms, drawn, ["idles"])
     assert judged(study, 0).findings.keys() == {"idles"}
     assert all(one.code == "repaired" and one.bpb != 9 for one in study.runs("base", 0).values())
+
+
+def test_a_process_that_has_the_former_file_of_an_idea_records_its_trials_under_that_files_code(tmp_path: Path) -> None:
+    study, arms = make(tmp_path / "study", ["base", "idles"])
+    drawn = Drawn({})
+
+    def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
+        if arm.name == "idles":
+            Comparison.of(study.folder, study.plan, [replace(study.arms["idles"], code="repaired")])
+        return drawn(arm, seeds)
+
+    start(study, arms, train, ["idles"])
+    assert Comparison(study.folder).runs("idles", 0) == {}
+    assert {one.code for one in read_lines(study.folder / TRIALS, ladder.TrialRecord)} == {""}
 
 
 def test_a_baseline_alone_has_its_scores_in_the_report_and_no_empty_table(tmp_path: Path) -> None:

@@ -214,7 +214,8 @@ class StudyRecords:
         if self._study.changed():
             self.registered = self._study.json({})
         if self._trials.changed() | self._arms.changed():
-            arms, self.entries = {str(arm.get("arm")): arm for arm in self._arms.lines()}, {}
+            arms = {str(arm.get("arm")): arm for arm in self._arms.lines()}
+            self.entries = {}
             for number, trial in enumerate(run for line in self._trials.lines() for run in _runs(line)):
                 arm = arms.get(str(trial.get("recipe")), {})
                 if trial.get("code") == arm.get("code", trial.get("code")):  # else of the file before its repair

@@ -164,6 +164,7 @@ class Worker:
         self.changed = tuple(changed_files(Path(__file__).parent)[:20])
         self.commit = git_output(Path(__file__).parent, "rev-parse", "--short=12", "HEAD")
         self.lost: set[tuple[str, int]] = set()
+        self.codes = {name: study.arms[name].code for name in arms}  # another process may register a repaired file
 
     def run(self, options: CompareOptions) -> bool:
         """Trains until the study lacks no trial. Returns False if a failure from outside left trials, which `lost`
@@ -176,7 +177,8 @@ class Worker:
 
         def jobs() -> list[Job]:
             missing = wanted(self.study, options, values, self.about)
-            return [one for one in missing if (one.arm, one.rung) not in self.lost]
+            own = {name for name, code in self.codes.items() if self.study.arms[name].code == code}
+            return [one for one in missing if one.arm in own and (one.arm, one.rung) not in self.lost]
 
         def do(job: Job) -> None:
             judged_later = job.arm != self.study.plan.base and job.seeds[0] not in TUNE_SEEDS
@@ -198,7 +200,7 @@ class Worker:
             "machine": self.about,
             "text": plan.text,
             "numbers": plan.numbers[str(job.rung)],
-            "code": self.study.arms[job.arm].code,
+            "code": self.codes[job.arm],
         }
         arm, recipe = self.arms[job.arm], self.arms[job.arm].recipe
         if job.value is not None:

@@ -111,7 +111,8 @@ class ComparisonPage:
             found = {row.idea: row.findings[rung] for row in self.rows if rung in row.findings}
             files[f"{name}-{rung}.svg"] = intervals(found, plan.delta)
             lines += [f"![Intervals of all ideas on rung {rung}]({name}-{rung}.svg)\n"]
-        lines += ["## The ideas\n"] * bool(self.rows)
+        if self.rows:
+            lines.append("## The ideas\n")
         for row in (row for row in self.rows if row.findings):
             about = self.about(row.idea)
             parts = {"Hypothesis": about.hypothesis, "Source": about.source, "Expected": about.expected}
