@@ -377,7 +377,7 @@ def test_a_failing_engine_ends_a_stream_with_an_error_and_done(
         with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
             with pytest.raises(openai.APIError, match="failed on this request"):
                 list(client.chat.completions.create(model=NAME, messages=HELLO, stream=True, seed=5))
-            *_, last = client.responses.create(model=NAME, input="Hello?", stream=True)
+            *_, last = client.responses.create(model=NAME, input="Hello?", temperature=0, stream=True)
         assert last.type == "response.failed" and last.response.status == "failed" and last.response.error
         assert last.response.error.message == "The server failed on this request."
         assert counters(base)["request_success_total error"] == 4
