@@ -72,10 +72,12 @@ class Listing(NamedTuple):
         """The listing with the files that `other`, of validation, reads among the ignored ones. Raises
         FileNotFoundError if these are all of them."""
         theirs = {os.path.realpath(path) for path in other.files}
-        left = tuple(entry for entry in self.read if os.path.realpath(entry.path) not in theirs)
+        left, taken = list[Entry](), list[Entry]()
+        for entry in self.read:
+            (taken if os.path.realpath(entry.path) in theirs else left).append(entry)
         if not left:
             raise FileNotFoundError("every file of --data is of --val too, none is left to train on: name others")
-        return Listing(left, (*self.ignored, *(entry for entry in self.read if entry not in left)))
+        return Listing(tuple(left), (*self.ignored, *taken))
 
     def lines(self, what: str) -> list[str]:
         """Lines for the user about read and ignored files, each starting with `what`."""
