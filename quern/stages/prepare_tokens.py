@@ -1,7 +1,8 @@
 """Data that is tokens already: .bin files, read as they are and written, with the tokenizer that made them beside them.
 
 A folder with text is text, and a .bin in it is ignored. A README.md or a .json beside .bin files is no text: folders of
-token shards have them. Nor is code, if each of the files begins as modded-nanogpt's or has a name of nanoGPT's.
+token shards have them, and settings and scripts of a shell. Nor is code, if each of the files begins as
+modded-nanogpt's or has "train" or "val" in its name, as nanoGPT's have.
 
 A source is .bin files, folders of them (modded-nanogpt's, nanoGPT's, our own shards) or a public set. Validation is
 `val` (a file or folder too), else the files with the word "val" in their name, else documents held out from the rest;
@@ -37,6 +38,9 @@ SAMPLED_DOCUMENTS = 50
 GPT2_BOS, LOOKED_AT = 50_256, 1 << 22
 VALIDATION = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])")
 """The mark in the name of a file for validation: a word, not the letters in "retrieval"."""
+TRAINING = re.compile(r"(?<![a-z])train(ing)?(?![a-z])")
+BESIDE_TOKENS = {".bin", ".json", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".sh", ".bash"}
+"""Formats of token files, and of settings and scripts that come with them."""
 
 
 def is_tokens(data: str, out: Path | None = None) -> bool:
@@ -50,9 +54,14 @@ def is_tokens(data: str, out: Path | None = None) -> bool:
 def _holds_tokens(folder: Path, out: Path | None) -> bool:
     found = [file for file in folder.glob("[!.]*.bin") if file.is_file()]
     paths = list_source(folder, (*FORMATS, *CODE, ".bin"), apart=out).files if found else []
-    kinds = {format_of(path) for path in paths if path.name.lower() != "readme.md"} - {".bin", ".json"}
-    by_name = all(file.name in ("train.bin", "val.bin") or MAGIC in np.fromfile(file, "<i4", 1) for file in found)
-    return bool(found) and (not kinds or by_name and kinds <= {*CODE})
+    readmes = ("readme.md", "readme.rst")
+    kinds = {format_of(path) for path in paths if path.name.lower() not in readmes} - BESIDE_TOKENS
+    return bool(found) and (not kinds or kinds <= {*CODE} and all(map(_looks_like_tokens, found)))
+
+
+def _looks_like_tokens(file: Path) -> bool:
+    name = file.name.lower()
+    return bool(TRAINING.search(name) or VALIDATION.search(name)) or MAGIC in np.fromfile(file, "<i4", 1)
 
 
 def open_tokens(

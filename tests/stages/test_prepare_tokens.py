@@ -133,8 +133,12 @@ def test_text_beside_a_bin_file_is_text_and_what_describes_tokens_is_not(tmp_pat
     assert is_tokens(str(folder), folder / "out"), "the program that wrote the files"
     (folder / "x.bin").write_bytes(b"firmware")
     assert not is_tokens(str(folder), folder / "out"), "a project with a binary"
-    (folder / "x.bin").rename(folder / "train.bin")
-    assert is_tokens(str(folder), folder / "out"), "nanoGPT's, which have no header"
+    (folder / "x.bin").rename(folder / "openwebtext_train.bin")
+    assert is_tokens(str(folder), folder / "out"), "in the manner of nanoGPT's, which have no header"
+    (folder / "openwebtext_train.bin").rename(folder / "retrained.bin")
+    assert not is_tokens(str(folder), folder / "out"), "no word of a split"
+    (folder / "prepare.py").rename(folder / "config.yaml")
+    assert is_tokens(str(folder), folder / "out"), "settings are no text"
 
 
 def toy(folder: Path, tokenizer: str) -> Recipe:
