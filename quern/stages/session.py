@@ -31,7 +31,7 @@ from quern.runs.run_lock import run_lock
 from quern.runs.training import plan_of
 from quern.stages.encode import ENOUGH_WORKERS
 from quern.stages.prepare import Prepared, open_data, prepare
-from quern.stages.tokenizers import named_tokenizer
+from quern.stages.tokenizers import require_tokenizer
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted, silent
 from quern.text.tokenizer import Tokenizer
@@ -160,9 +160,10 @@ class Stage:
     def text(self, recipe: Resolved, began: Origin | None, workers: int = 1) -> Prepared:
         """The text that the stage began with, or for a stage that begins, the recipe's. Rank 0 prepares it."""
         with self.main_first():
+            first = began or (self.start and self.start.origin)
             own = self.run_dir.tokenizer() if began else self.start and self.start.tokenizer
-            if own and "text.tokenizer" in self.named:
-                named_tokenizer(recipe.text.tokenizer, own, silent, may_be_gone=False)
+            if first and own and "text.tokenizer" in self.named:
+                require_tokenizer(recipe.text.tokenizer, own, flat(first.recipe).get("text.tokenizer"))
             if began is not None:
                 named = bool({"data", "val", "shards"} & set(self.named))
                 return open_data(recipe, self.run_dir, began, self.log, self.stage, named=named, workers=workers)

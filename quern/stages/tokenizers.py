@@ -21,7 +21,7 @@ from quern.process import environment
 from quern.recipe import Resolved
 from quern.runs.public_data import PublicData
 from quern.temporaries import sha256_of
-from quern.terminal import Meter
+from quern.terminal import Meter, silent
 from quern.text.documents import Log
 from quern.text.hugging_face import open_tokenizer
 from quern.text.tokenizer import Tokenizer, split_pattern, training_pieces
@@ -71,6 +71,13 @@ def named_tokenizer(name: str | None, own: Tokenizer | None, log: Log, *, may_be
     for line in (*found.notes, f"tokenizer: {found.vocab_size:,} tokens of {name}"):
         log(line)
     return found
+
+
+def require_tokenizer(name: str | None, own: Tokenizer, saved: str | None) -> None:
+    """Raises as `named_tokenizer` where a command names another tokenizer than `own`, the run's. Under the name in the
+    run's recipe (`saved`) it may be gone, since the run keeps it."""
+    same = name and saved and Path(name).absolute() == Path(saved).absolute()
+    named_tokenizer(name, own, silent, may_be_gone=bool(same))
 
 
 def published(name: str) -> Tokenizer:

@@ -216,6 +216,10 @@ def test_a_vocabulary_is_named_where_tiktoken_has_it(here: Path, told: Told) -> 
     assert prepare(recipe, here / "out", print).tokenizer.fingerprint == of_file.fingerprint  # that beside them
     Path("tokens/tokenizer.json").unlink()
     assert prepare(recipe, here / "out", print).tokenizer.fingerprint == of_file.fingerprint  # GPT-2's ids
+    shutil.rmtree("cache")
+    vocabularies.require_tokenizer("gpt2", of_file, saved="gpt2")
+    with pytest.raises(FileNotFoundError, match="--text.tokenizer gpt2: the cache of tiktoken, "):
+        vocabularies.require_tokenizer("gpt2", of_file, saved=None)
     said = told(*named[:-1], "cl100k_base", code=1)
     assert "--text.tokenizer cl100k_base: the cache of tiktoken, " in said
     assert 'tiktoken.get_encoding("cl100k_base")' in said and said.count("\n") == 1

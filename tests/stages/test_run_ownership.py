@@ -162,7 +162,7 @@ def test_what_is_lost_is_in_the_checkpoints_and_damaged_ones_begin_no_run_again(
     runs.refused(["none of the checkpoints under"], "pretrain", "--resume")
 
 
-def test_tokens_need_the_tokenizer_that_made_them_and_not_its_file(runs: Runs) -> None:
+def test_tokens_need_the_tokenizer_that_made_them_and_not_its_file(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, named = runs.folder / "tokens", runs.folder / "named.json"
     tokens.mkdir()
     for file in (runs.folder / "out/data").glob("text-*/*.bin"):
@@ -172,11 +172,16 @@ def test_tokens_need_the_tokenizer_that_made_them_and_not_its_file(runs: Runs) -
     runs.done("pretrain", *shape, "--data", tokens, "--text.tokenizer", named, run="bin")
     shutil.copy(runs.stage(run="other").parent / "tokenizer.json", named)
     says = [f"--text.tokenizer {named} is another tokenizer now"]
-    runs.refused(says, "pretrain", "--resume", "--train.steps", "8", run="bin")
+    for again in ([], ["--text.tokenizer", named]):
+        runs.refused(says, "pretrain", "--resume", "--train.steps", "8", *again, run="bin")
     runs.refused(says, "pretrain", "--from", "bin", "--train.steps", "8", run="next")
     assert not runs.stage(run="next").parent.exists()
     named.unlink()
     runs.done("pretrain", "--resume", "--train.steps", "7", run="bin")
+    monkeypatch.chdir(runs.folder)
+    for steps, name in (("8", named), ("9", named.name)):  # the same command again, on a machine without the file
+        runs.done("pretrain", "--resume", "--train.steps", steps, "--text.tokenizer", name, run="bin")
+    runs.done("pretrain", "--from", "bin", "--train.steps", "8", "--text.tokenizer", named, run="next")
 
 
 # What a resume needs, and what it may change --------------------------------------------------------------------
