@@ -142,12 +142,20 @@ def _of_file(
     reward: Callable[[Item, str], float],
 ) -> Environment:
     """An environment that asks the rows of a file of the folder (`rl.data`). file: its name without the ending."""
-    path, notes = find_file(folder, file) if folder is not None else None, list[str]()
+    path, notes = _find(file, folder) if folder is not None else None, list[str]()
     if path is None:
         there = f", {folder} has none" if folder else ""
         raise FileNotFoundError(f"--rl.rewards {name} reads {file}.jsonl: name its folder with --rl.data{there}")
     items = read_rows(path, name, columns, read, notes.append)
     return Environment(name, lambda seed: random.Random(seed).choice(items), reward, (path,), tuple(notes))
+
+
+def _find(file: str, folder: Path) -> Path | None:
+    """`find_file`; None for a folder that is missing or has no rows at all, too."""
+    try:
+        return find_file(folder, file)
+    except FileNotFoundError:
+        return None
 
 
 # GSM8K ------------------------------------------------------------------------------------------------------
@@ -193,7 +201,9 @@ def _programs(name: str, folder: Path | None) -> Environment:
     def reward(item: Item, reply: str) -> bool:
         return open_sandbox(1, LIMITS).run([Program(program_in(reply), item.answer)])[0].passed
 
-    return _of_file(name, name, folder, ("prompt", "check"), _exercise, reward)
+    file = folder and folder / f"{name}.jsonl"
+    where = file if file and file.is_file() else folder  # before others below the folder, such as an old one
+    return _of_file(name, name, where, ("prompt", "check"), _exercise, reward)
 
 
 def _exercise(row: Any) -> Item:

@@ -60,9 +60,11 @@ def test_the_program_of_a_reply(reply: str, program: str) -> None:
 
 
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
-    write_rows(tmp_path / "others.jsonl", EXERCISES)
-    with pytest.raises(FileNotFoundError, match="reads programs.jsonl: name its folder with --rl.data, .* none"):
-        load_environment("programs", tmp_path)
+    for folder in (tmp_path / "missing", tmp_path):
+        with pytest.raises(FileNotFoundError, match="reads programs.jsonl: name its folder with --rl.data, .* none"):
+            load_environment("programs", folder)
+    write_rows(tmp_path / "old" / "programs.jsonl", EXERCISES)
+    assert load_environment("programs", tmp_path).files == (tmp_path / "old" / "programs.jsonl",)
     for row, reason in (
         ({"prompt": "a"}, "the key 'check' is missing"),
         ({"prompt": None, "check": "assert program.a()"}, "the question is no text, or empty"),
