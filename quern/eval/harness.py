@@ -165,7 +165,7 @@ def find_harness_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
     files = [Path(name) for name in names if name.endswith(".yaml")]
     if absent := [str(file) for file in files if not file.is_file()]:
         raise ValueError(f"there is no file {absent[0]}: give the file of a task, or the name of one of lm-eval's")
-    manager = TaskManager(include_path=[*{str(file.parent) for file in files}])
+    manager = TaskManager(include_path=[*dict.fromkeys(str(file.parent) for file in files)])
     found = [Path(name).stem if name.endswith(".yaml") else name for name in names]
     if unknown := [name for name in found if not manager.match_tasks([name])]:
         raise ValueError(
