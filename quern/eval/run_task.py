@@ -19,7 +19,7 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.generate.sampling import GREEDY
 from quern.mesh import ProcessGroup
-from quern.terminal import Meter
+from quern.terminal import Meter, counted
 from quern.text.chat import render_prompt, render_text
 
 BATCH_ROWS = 32  # replies that are generated together
@@ -129,7 +129,12 @@ def _generated(
         own, texts = [items[number] for number, _ in asked], [reply.text for reply in done]
         with own_code(f"{'grade_all' if task.grade_all else 'grade'}() of task '{task.name}'"):
             graded = task.grade_all(own, texts) if task.grade_all else map(task.grade, own, texts)
-            right = [bool(one) for one, _ in zip(graded, own, strict=True)]
+            right = [bool(one) for one in graded]
+        if len(right) != len(own):
+            raise ValueError(
+                f"grade_all() of task '{task.name}' gave {counted(len(right), 'grade')} for "
+                f"{counted(len(own), 'reply')}: return one for each, and evaluate again"
+            )
     right = group.broadcast_object(right)
     replies = [
         Answered(items[number], list(reply.parts), reply.text, correct, number)
@@ -178,8 +183,10 @@ def _example(engine: Engine, task: Task, item: Item, name: str, base: bool) -> E
     if task.example is not None:
         return task.example(item, engine.tokenizer, engine.context)
     choices = item.choices or ()
-    if item.answer not in choices or not all(choices):
-        raise ValueError(f"{name}: the answer {item.answer!r} is not one of {', '.join(choices)}, or one is empty")
+    if not all(choices):
+        raise ValueError(f"{name}: a choice of the item with the answer {item.answer!r} is empty: give each its text")
+    if item.answer not in choices:
+        raise ValueError(f"{name}: the answer {item.answer!r} is not one of {', '.join(choices)}")
     prompts = [ids for _, ids in fitting(engine, task, [item], base)]
     ids = [engine.tokenizer.encode(f" {choice}" if base else choice) for choice in choices]
     return choice_example(prompts[0], ids, choices.index(item.answer), engine.context) if prompts else None

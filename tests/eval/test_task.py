@@ -116,7 +116,7 @@ def test_items_that_contradict_each_other_are_refused(engine):
         run_task(engine, toy([question("Who?", "a"), question("Who?", "a", ("a", "b"))]))
     with pytest.raises(ValueError, match="'c' is not one of a, b"):
         run_task(engine, toy([question("Who?", "c", ("a", "b"))]))
-    with pytest.raises(ValueError, match="toy/questions: .* or one is empty"):
+    with pytest.raises(ValueError, match="toy/questions: a choice of the item with the answer 'a' is empty"):
         run_task(engine, toy([question("Who?", "a", ("a", ""))]))
 
 
@@ -129,7 +129,8 @@ def test_items_that_contradict_each_other_are_refused(engine):
             r"items\(\) OF ValueError: message 1",
         ),
         ({"grade": lambda item, reply: {}["x"]}, r"grade\(\) OF KeyError: 'x'"),
-        ({"grade_all": lambda items, replies: []}, r"grade_all\(\) OF ValueError: "),
+        ({"grade_all": lambda items, replies: []}, r"grade_all\(\) of task 'toy' gave 0 grades for 1 reply: "),
+        ({"grade_all": lambda items, replies: [1.0] * 9}, r"grade_all\(\) of task 'toy' gave 9 grades for 1 reply: "),
         ({"base_prompt": lambda item: item.text}, r"base_prompt\(\) OF AttributeError: "),
     ],
 )
