@@ -153,15 +153,28 @@ def _receive(url: str, part: Path, size: int | None, version: str | None) -> Ite
             else:
                 answer.raise_for_status()
                 have = target.truncate(0)
-            # The library takes a compressed answer that ends early for whole.
-            unzip = zlib.decompressobj(31) if answer.headers.get("Content-Encoding") == "gzip" else None
-            for chunk in map(unzip.decompress, answer.iter_raw()) if unzip else answer.iter_bytes():
+            zipped = answer.headers.get("Content-Encoding", "").strip().lower() in ("gzip", "x-gzip")
+            for chunk in _unzipped(answer.iter_raw()) if zipped else answer.iter_bytes():
                 have += target.write(chunk)
                 yield have, came
-            if unzip and not unzip.eof:
-                raise huggingface_hub.errors.HTTPError("the compressed answer ended early")
             if span and span[1] not in ("*", str(have)):
                 raise huggingface_hub.errors.HTTPError(f"the answer ended at {have:,} of {int(span[1]):,} bytes")
+
+
+def _unzipped(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Decompresses gzip, which may have several members. The library takes its first for all, and one that ends early
+    for whole. Raises HTTPError for an early end, zlib.error for damaged bytes."""
+    import huggingface_hub
+
+    unzip = zlib.decompressobj(31)
+    for chunk in chunks:
+        while chunk:
+            if unzip.eof:
+                unzip = zlib.decompressobj(31)
+            yield unzip.decompress(chunk)
+            chunk = unzip.unused_data
+    if not unzip.eof:
+        raise huggingface_hub.errors.HTTPError("the compressed answer ended early")
 
 
 def _reason(error: Exception) -> str:
