@@ -206,6 +206,8 @@ class Engine:
             has = f"the prompt has {len(text)} tokens and the model's context holds {self.context}"
             needs = ", of which at least one is for the answer" if answer else ""
             raise ValueError(f"{has}{needs}: shorten the prompt to {self.context - answer} tokens or fewer")
+        if not text:
+            return
         documents_BT = self.model.context(torch.tensor([text])).documents_BT
         if documents_BT is not None and documents_BT[0, 0] != documents_BT[0, -1]:
             raise ValueError("the model reads each document by itself, from its BOS on: send them one by one")

@@ -43,6 +43,7 @@ def test_documents_that_a_model_hides_from_each_other_are_refused_together() -> 
     """A cache shows the first to the second, which whole rows do not."""
     bos = TOKENIZER.bos
     engine = Engine(toy_unet(context=CONTEXT, vocab_size=TOKENIZER.vocab_size, bos=bos), TOKENIZER, CPU)
+    assert not list(engine.read([]))
     two = [bos, 5, bos, 6]
     for read in (
         lambda prompt: engine.submit([prompt]),
