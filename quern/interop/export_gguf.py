@@ -103,7 +103,8 @@ def metadata(shape: ResolvedModel, tokenizer: Tokenizer, name: str) -> dict[str,
 
 def other_ids(tokenizer: Tokenizer) -> str:
     """Why llama.cpp would give some texts other ids than the tokenizer does; "" if it does not."""
-    if lost := len(tokenizer.merges) - len(merge_pairs(tokenizer)):
+    lost = len(tokenizer.merges) - len(merge_pairs(tokenizer))
+    if lost:
         return f"llama.cpp never forms {lost:,} of the tokenizer's {len(tokenizer.merges):,} merges"
     known = tokenizer.pattern in PRE_TOKENIZERS
     return "" if known else "llama.cpp has no split like this tokenizer's, so ids would differ"

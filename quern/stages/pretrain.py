@@ -134,9 +134,11 @@ def _fit(asked: Recipe, session: Session, began: Origin | None, check: Check) ->
         return fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train)
 
     sized = asked if megabytes is None else fit_batch(fit_depth(asked, session, prepared), session, prepared)
-    before, recipe = recipe, in_text(resolve(sized, mesh.dp))
-    if sized != asked or recipe.model.vocab_size != before.model.vocab_size:  # of a tokenizer that was there
-        asked, shape = sized, replace(sized.model, vocab_size=recipe.model.vocab_size)
+    vocab_size = recipe.model.vocab_size
+    recipe = in_text(resolve(sized, mesh.dp))
+    if sized != asked or recipe.model.vocab_size != vocab_size:  # of a tokenizer that was there
+        asked = sized
+        shape = replace(asked.model, vocab_size=recipe.model.vocab_size)
         memory = memory_check(replace(asked, model=shape), machine, mesh, log)
     check(recipe, prepared.tokenizer)
     model, facts, _ = ready_model(recipe, prepared.tokenizer, machine, mesh, log)
@@ -247,8 +249,11 @@ def overview(fitted: Fitted, plan: loop.TrainingPlan, session: Session) -> list[
         untrained = math.log2(data.tokenizer.vocab_size) / data.bytes_per_token
         many = most_readings(parameters["kaplan"], text_bytes)
         lines = expectation(parameters["kaplan"], text_bytes, read_bytes, untrained)
-    each = " for each rank" if session.mesh.world.size > 1 else ""
-    room = "; memory: at most {} of {}".format(*map(human_size, fitted.memory)) + each if fitted.memory else ""
+    room = ""
+    if fitted.memory is not None:
+        needed, there_is = map(human_size, fitted.memory)
+        each = " for each rank" if session.mesh.world.size > 1 else ""
+        room = f"; memory: at most {needed} of {there_is}{each}"
     lines += [
         f"model: {total:,} parameters; text: {data.train.num_tokens:,} tokens to train on, "
         f"{data.val.num_tokens:,} to validate on",

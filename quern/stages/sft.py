@@ -5,6 +5,7 @@ Only the batches differ: the mask leaves nothing but the assistant's words and t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -138,13 +139,14 @@ def sft_recipe(asked: Recipe, base: Resolved) -> Resolved:
 
 
 def _held_out_loss(corpus: Corpus, recipe: Resolved, machine: Machine) -> Evaluator:
-    """The mean loss over the assistant's tokens of held-out conversations, in the first rows of `VAL_TOKENS` tokens."""
+    """The mean loss over the assistant's tokens of held-out conversations, in rows of `VAL_TOKENS` tokens at most, the
+    same ones for every micro-batch."""
     loader = Loader(corpus, recipe.model.context, recipe.micro_batch_rows, 0, "first-fit-decreasing", too_long="crop")
     rows = min(loader.rows_per_epoch, max(1, VAL_TOKENS // loader.context))
 
     def evaluate(state: TrainState) -> dict[str, float]:
         nats, count = 0.0, 0
-        for step in range(-(-rows // loader.batch_rows)):
+        for step in range(math.ceil(rows / loader.batch_rows)):
             batch = loader.batch(step)
             batch.mask[rows - step * loader.batch_rows :] = False
             losses = batch_losses(state.model, batch.tokens, batch.targets, machine)

@@ -40,7 +40,8 @@ DIALECT = {
     GPT4O_SPLIT_PATTERN: GPT4O_SPLIT_PATTERN,
 }
 """quern's split patterns, and the same patterns in Oniguruma's dialect."""
-SPLITS = tuple({"type": "Split", "behavior": how, "invert": how == "Removed"} for how in ("Isolated", "Removed"))
+ISOLATED = {"type": "Split", "behavior": "Isolated", "invert": False}
+SPLITS = (ISOLATED, ISOLATED | {"behavior": "Removed", "invert": True})
 """Both make a piece of each match; every character is in one."""
 FIRST_TOKENS = ("<|bos|>", "<|endoftext|>", "<|begin_of_text|>", "<|startoftext|>", "<s>")
 """Names of the token that begins documents."""
