@@ -286,23 +286,37 @@ def connect(
 
 
 def await_listener(host: str, port: int, seconds: float, who: str, own: bool = False) -> bool:
-    """Waits until a process listens there. Raises TimeoutError, which names `who` should.
+    """Waits until a process listens there.
 
-    own: Returns True, without waiting, if the address is this machine's and its port is free.
+    Args:
+        who: Who should listen, for the message.
+        own: Whether to return True, without waiting, if the address is this machine's and its port is free.
+
+    Raises:
+        TimeoutError: with the last reason; also a name that does not resolve yet is tried until then.
     """
     until = time.monotonic() + seconds
     while True:
-        with suppress(OSError):
-            for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) * own:
-                with suppress(OSError), socket.socket(family, kind, protocol) as tried:
-                    tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    tried.bind(address)
-                    return True
+        try:
+            if own and _is_free_here(host, port):
+                return True
             socket.create_connection((host, port), timeout=1).close()
             return False
-        if time.monotonic() >= until:
-            raise TimeoutError(f"{who} did not answer at {host}:{port} within {seconds:.0f} s: start it")
+        except OSError as error:
+            if time.monotonic() >= until:
+                reason = f"within {seconds:.0f} s ({error.strerror or error})"
+                raise TimeoutError(f"{who} did not answer at {host}:{port} {reason}: start it") from error
         time.sleep(0.1)
+
+
+def _is_free_here(host: str, port: int) -> bool:
+    """Returns whether the address is this machine's and its port is free. Raises OSError for an unknown name."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with suppress(OSError), socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+            return True
+    return False
 
 
 def _open_store(rank: int, ranks: int, timeout: timedelta) -> Any:
