@@ -134,25 +134,13 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousConnectionError,
-        RendezvousInfo,
-        RendezvousParameters,
-        RendezvousStoreInfo,
-    )
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.launcher.api import LaunchConfig
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # if it was imported before
     machines = f"the machines of --nodes {nodes} at {rendezvous}" if nodes > 1 else "torch, which starts the ranks"
-    with waiting(machines, MEET_SECONDS):  # torch waits for a minute, and does not know all addresses of this machine
-        hosts = await_listener(*parse_rendezvous_endpoint(rendezvous, 0), MEET_SECONDS, "the machine", own=True)
-        limits = {"timeout": MEET_SECONDS, "is_host": hosts}
-        try:
-            handler = get_rendezvous_handler(RendezvousParameters("c10d", rendezvous, "quern", nodes, nodes, **limits))
-        except RendezvousConnectionError as error:
-            raise ConnectionError(f"what answers at {rendezvous} is not quern: give another port") from error
+    with waiting(machines, MEET_SECONDS):
+        handler = _handler(nodes, rendezvous)
     meet = handler.next_rendezvous
 
     def next_rendezvous() -> Any:
@@ -175,6 +163,27 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
         numa_options=LaunchConfig(nodes, nodes, ranks).numa_options,  # torch's default
     )
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(folder)), exit_barrier_timeout=EXIT_SECONDS)
+
+
+def _handler(nodes: int, rendezvous: str) -> Any:
+    """Returns torch's handler of the meetings. Raises TimeoutError or ConnectionError where there is none to join."""
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    def join(is_host: bool) -> Any:
+        limits = {"timeout": MEET_SECONDS, "is_host": is_host}
+        return get_rendezvous_handler(RendezvousParameters("c10d", rendezvous, "quern", nodes, nodes, **limits))
+
+    # torch waits for a minute, and does not know all addresses of this machine.
+    is_host = await_listener(*parse_rendezvous_endpoint(rendezvous, 0), MEET_SECONDS, "the machine", own=True)
+    try:
+        if is_host:
+            with contextlib.suppress(RendezvousConnectionError):  # another command here has taken the port since
+                return join(is_host=True)
+        return join(is_host=False)
+    except RendezvousConnectionError as error:
+        raise ConnectionError(f"what answers at {rendezvous} is not quern: give another port") from error
 
 
 def _supervise(agent: Any, restarts: int, nodes: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -75,8 +76,8 @@ def test_ranks_use_what_all_of_them_have(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_to_one_of_two_nodes_stops_both_unless_nohup_ignores_it(tmp_path: Path, number: int) -> None:
-    """The first hosts the rendezvous, and was started by nohup. Before SIGTERM another takes the killed second's place,
-    without which the first would take no further step."""
+    """One hosts the rendezvous; the first was started by nohup. Before SIGTERM another takes the killed second's place,
+    without which the first, which then hosts, would take no further step."""
     write_text(tmp_path)
     port = free_port()
     flags = ["--train.steps", "100000", "--train.save-every", "50000", "--run", "x", "--resume", "--ranks", "1"]
@@ -86,7 +87,8 @@ def test_a_signal_to_one_of_two_nodes_stops_both_unless_nohup_ignores_it(tmp_pat
         start = partial(subprocess.Popen[bytes], cwd=tmp_path, stdout=said, stderr=said, env=ENVIRONMENT)
         nodes = [start(["nohup", *command])]
         try:
-            await_listener("127.0.0.1", port, STATED_SECONDS, "the first")
+            if number == signal.SIGTERM:
+                await_listener("127.0.0.1", port, STATED_SECONDS, "the first")
             nodes.append(start(command))
             last = wait_for_step(tmp_path, 0, nodes)
             nodes[0].send_signal(signal.SIGHUP)
@@ -117,6 +119,15 @@ def test_a_machine_waits_for_the_one_where_all_meet(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(launch, "MEET_SECONDS", 0.1)
     with pytest.raises(TimeoutError, match="^the machine did not answer at 240.0.0.1:29500 within 0 s"):
         launch._agent(["pretrain"], 1, 0, tmp_path, 2, "240.0.0.1:29500")  # pyright: ignore[reportPrivateUsage]
+
+
+def test_of_two_commands_here_that_find_the_port_free_one_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both start before one listens."""
+    other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(launch, "await_listener", lambda *_, own: True)
+    launch._agent(["pretrain"], 1, 0, tmp_path, 2, f"127.0.0.1:{other.port}")  # pyright: ignore[reportPrivateUsage]
 
 
 # torchrun -----------------------------------------------------------------------------------------------------
