@@ -172,7 +172,7 @@ def _handler(nodes: int, rendezvous: str) -> Any:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     def join(is_host: bool) -> Any:
-        limits = {"timeout": MEET_SECONDS, "is_host": is_host}
+        limits = {"join_timeout": MEET_SECONDS, "is_host": is_host}
         return get_rendezvous_handler(RendezvousParameters("c10d", rendezvous, "quern", nodes, nodes, **limits))
 
     # torch waits for a minute, and does not know all addresses of this machine.

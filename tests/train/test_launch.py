@@ -124,10 +124,12 @@ def test_a_machine_waits_for_the_one_where_all_meet(tmp_path: Path, monkeypatch:
 def test_of_two_commands_here_that_find_the_port_free_one_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both start before one listens."""
+    """Both start before one listens. Each waits as long as the messages say; torch's default is 10 minutes."""
     other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(launch, "await_listener", lambda *_, own: True)
-    launch._agent(["pretrain"], 1, 0, tmp_path, 2, f"127.0.0.1:{other.port}")  # pyright: ignore[reportPrivateUsage]
+    agent = launch._agent(["pretrain"], 1, 0, tmp_path, 2, f"127.0.0.1:{other.port}")  # pyright: ignore[reportPrivateUsage]
+    limits = agent.get_worker_group().spec.rdzv_handler.settings.timeout
+    assert limits.join.total_seconds() == launch.MEET_SECONDS == 15 * 60
 
 
 # torchrun -----------------------------------------------------------------------------------------------------
