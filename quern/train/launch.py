@@ -189,8 +189,14 @@ def _handler(nodes: int, rendezvous: str) -> Any:
 def _supervise(agent: Any, restarts: int, nodes: int) -> str:
     """Runs the agent to its end, and returns the failure to report if the ranks left no outcome."""
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous.api import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+        RendezvousError,
+        RendezvousTimeoutError,
+    )
 
+    again = "start the command again on every machine, with --resume"
     try:
         result = agent.run()
     except SignalException as received:
@@ -199,8 +205,11 @@ def _supervise(agent: Any, restarts: int, nodes: int) -> str:
         return "another machine was asked to stop before training began, or has ended"
     except RendezvousTimeoutError:
         return f"not all of {nodes} machines arrived within {MEET_SECONDS / 60:.0f} minutes"
-    except RendezvousError:
-        return "the machine of --rendezvous is lost: start the command again on every machine, with --resume"
+    except RendezvousConnectionError:
+        return f"the machine of --rendezvous is lost: {again}"
+    except RendezvousError as error:
+        reason, *_ = str(error).split("\n")
+        return f"cannot reach the other machines ({reason}): {again}"
     finally:
         agent.get_worker_group().spec.rdzv_handler.shutdown()
     failures = sorted(result.failures.items()) if result else []

@@ -16,6 +16,8 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from quern.kernels.attention.autotune import PLAIN
 from quern.machine import Machine
@@ -130,6 +132,27 @@ def test_of_two_commands_here_that_find_the_port_free_one_hosts(
     agent = launch._agent(["pretrain"], 1, 0, tmp_path, 2, f"127.0.0.1:{other.port}")  # pyright: ignore[reportPrivateUsage]
     limits = agent.get_worker_group().spec.rdzv_handler.settings.timeout
     assert limits.join.total_seconds() == launch.MEET_SECONDS == 15 * 60
+
+
+LOST = "start the command again on every machine, with --resume"
+UNMET = {
+    "the machine of --rendezvous is lost": RendezvousConnectionError("the store is gone"),
+    "cannot reach the other machines (the state is corrupt)": RendezvousStateError("the state is corrupt"),
+}
+
+
+@pytest.mark.parametrize(("said", "error"), UNMET.items())
+def test_a_machine_that_cannot_meet_the_others_says_why(
+    said: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The errors are torch's."""
+
+    def fail(handler: DynamicRendezvousHandler) -> None:
+        raise error
+
+    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", fail)
+    agent = launch._agent(["pretrain"], 1, 0, tmp_path, 1, "localhost:0")  # pyright: ignore[reportPrivateUsage]
+    assert launch._supervise(agent, 0, 2) == f"{said}: {LOST}"  # pyright: ignore[reportPrivateUsage]
 
 
 # torchrun -----------------------------------------------------------------------------------------------------
