@@ -134,7 +134,7 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.launcher.api import LaunchConfig
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # if it was imported before
@@ -144,8 +144,13 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
     meet = handler.next_rendezvous
 
     def next_rendezvous() -> Any:
-        with waiting(machines, MEET_SECONDS):
-            met = meet()
+        try:
+            with waiting(machines, MEET_SECONDS):
+                met = meet()
+        except AssertionError as error:  # this machine is the first now, and has not made the store that it tells of
+            raise RendezvousError(
+                f"torch {torch.__version__} cannot replace the machine of rank 0; 2.13 can"
+            ) from error
         # torch tells its store's address at the first meeting alone: a machine in a lost one's place would not hear it.
         own = met.bootstrap_store_info
         assert own is not None  # of c10d
@@ -207,7 +212,7 @@ def _supervise(agent: Any, restarts: int, nodes: int) -> str:
         return f"not all of {nodes} machines arrived within {MEET_SECONDS / 60:.0f} minutes"
     except RendezvousConnectionError:
         return f"the machine of --rendezvous is lost: {again}"
-    except RendezvousError as error:
+    except (RendezvousError, torch.distributed.DistError) as error:
         reason, *_ = str(error).split("\n")
         return f"cannot reach the other machines ({reason}): {again}"
     finally:
