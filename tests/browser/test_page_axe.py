@@ -195,14 +195,13 @@ def test_the_board_and_a_report_in_forced_colours_on_paper_and_without_storage(b
     build(write_run(tmp_path / "runs" / "run0"))
     media = {"prefers-color-scheme": "dark", "forced-colors": "active", "prefers-reduced-motion": "reduce"}
     dark, forced, still = ({"name": name, "value": value} for name, value in media.items())
-    denied = (
-        "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('denied', 'SecurityError'); }})"
-    )
-    script = browser.send("Page.addScriptToEvaluateOnNewDocument", source=denied)
     with board(tmp_path) as server:
         browser.send("Emulation.setEmulatedMedia", features=[dark, forced])
-        open_board(browser, server.url)
-        browser.send("Page.removeScriptToEvaluateOnNewDocument", **script)
+        for storage in "return null", "throw new DOMException('denied', 'SecurityError')":
+            denied = f"Object.defineProperty(window, 'localStorage', {{get() {{ {storage}; }}}})"
+            script = browser.send("Page.addScriptToEvaluateOnNewDocument", source=denied)
+            open_board(browser, server.url)
+            browser.send("Page.removeScriptToEvaluateOnNewDocument", **script)
         browser.wait("document.querySelectorAll('#lines .swatch').length === 2")
         colours = "[...document.querySelectorAll('#lines .swatch')].map((one) => getComputedStyle(one).color)"
         first, second = browser.run(colours)

@@ -209,7 +209,7 @@ function groupedLines(drawn) {
 // Start -----------------------------------------------------------------------------------------------------
 
 let kept = {};
-try { kept = localStorage; } catch {} // switched off: a theme lasts as long as the page
+try { kept = localStorage ?? kept; } catch {} // null or an error, switched off: a theme lasts as long as the page
 let speaking;
 const plot = new Plot(element("plot"), {
   onZoom: (zoomed) => { element("reset").hidden = !zoomed; },
