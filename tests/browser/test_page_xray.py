@@ -150,6 +150,13 @@ def test_an_alternative_begins_a_branch_there(page: Page) -> None:
     page.wait("document.querySelectorAll('.text .token').length === 2")
     assert engine.asked == [] and page.count(".walk") == branch_at_count
     assert page.texts(".walk span") == ["3 / 3"]
+    # While the tokens of another branch are awaited, nothing else begins.
+    page.run("window.answering = window.fetch; window.fetch = () => new Promise(() => {})")
+    page.click(".text .token", 1)
+    page.click(".alternative", 1)
+    page.click(".message:nth-child(2) [aria-label='Try again']")
+    page.wait("document.querySelector('#toast')?.textContent.includes('A branch is about to begin')")
+    page.run("window.fetch = window.answering")
     page.click("#xray")
     page.wait("document.querySelectorAll('.token').length === 0")
     assert page.said()[1] == tokenizer.decode(ids[:2])

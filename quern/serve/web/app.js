@@ -26,7 +26,11 @@ let modeChosen = false; // by the user, before the server said which one it woul
 let welcome = { suggestions: [], mode: "chat", sampling: {} };
 
 /** Whether a reply can begin now; if not, it is said why. */
-const free = () => (reply === null && !branching) || toast("A reply is being written: wait for its end, or stop it.");
+function free() {
+  if (reply !== null) toast("A reply is being written: wait for its end, or stop it.");
+  else if (branching) toast("A branch is about to begin: wait a moment.");
+  return reply === null && !branching;
+}
 
 // What a message can ask for -----------------------------------------------------------------------------------
 
