@@ -159,12 +159,11 @@ def test_an_idle_connection_stays_for_the_time_of_headers(monkeypatch: pytest.Mo
 
 def test_a_client_that_does_not_read_its_response_is_closed(url: str) -> None:
     many = GET.replace(b"/health", b"/vendor/temml.min.js") + b"\r\n"
-    start = time.monotonic()
     with connected(url) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(5)
+        connection.settimeout(30)  # of one wait; it ends with an error, where the server does not close
         sent = flood(connection, endless(many, total=64 << 20))
-    assert sent < 64 << 20 and time.monotonic() - start < 6
+    assert sent < 64 << 20
 
 
 def crowded(opened: ExitStack, most: int) -> str:
