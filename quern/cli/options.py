@@ -18,7 +18,7 @@ from annotated_types import Interval
 from quern.cluster import cluster_cpus, connect
 from quern.field_types import Amount, Count, Few, Port, Seed
 from quern.flags.check_flags import DeviceOptions, Mark, Spelled
-from quern.flags.recipe_flags import ALL, FINE_TUNING, FOLLOWING, RL, WORKERS, Refusal
+from quern.flags.recipe_flags import ALL, FINE_TUNING, FOLLOWING, QUESTIONS, RL, WORKERS, Refusal, own
 from quern.generate.sampling import CHAT, Sampling
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe
 from quern.runs.run_dir import NEWEST, RunDir
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 _OTHER_VERB = "does nothing in `quern {verb}`: give it to the verb that trains"
 _OF_THE_RUN = "belongs to the run's recipe and cannot change: leave it out"
-QUESTIONS = Refusal("questions", "is for `quern evaluate` and `quern run`")
-_TUNING = (*FOLLOWING, WORKERS, QUESTIONS)
+_TUNING = (*FOLLOWING, WORKERS, QUESTIONS, *own("steps", "warmdown_share"))
 
 
 def log(line: str) -> None:
@@ -205,6 +204,7 @@ class SftOptions(TrainOptions):
     refusals: ClassVar = (
         RL,
         *_TUNING,
+        *own("batch_tokens"),
         Refusal(
             ALL,
             "is decided by the base run, whose model, text and seed `quern sft` takes over: leave it out, or pretrain "

@@ -54,6 +54,13 @@ WORKERS = Refusal(
     "does nothing in `quern {verb}`: give it to `quern prepare`, `quern pretrain` or `quern run`, which turn text "
     "into tokens",
 )
+QUESTIONS = Refusal("questions", "is for `quern evaluate` and `quern run`")
+
+
+def own(*names: str) -> tuple[Refusal, ...]:
+    """Refuses fields of `train` that the verb's part of the recipe has too."""
+    instead = "belongs to pretraining: leave it out, or give --{{verb}}.{}".format
+    return tuple(Refusal(f"train.{name}", instead(flag(name))) for name in names)
 
 
 class Arguments(tuple[str, ...]):

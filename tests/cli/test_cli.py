@@ -230,6 +230,9 @@ serve --trusted-proxy home → ^quern serve: --trusted-proxy: 'home' .* give an 
 serve --allowed-hosts a.org:80 → --allowed-hosts takes host names without a port, as example.org, not 'a.org:80'$
 run --resume → there is no run 'first' under /.*/out: make one with `quern run`, or name
 sft --model.width 64 → quern sft: --model.width is decided by the base run, .*: leave it out, or pretrain another
+sft --train.steps 3 → ^quern sft: --train.steps belongs to pretraining: leave it out, or give --sft.steps$
+sft --train.batch-tokens 3 → ^quern sft: --train.batch-tokens belongs to pretraining: .* --sft.batch-tokens$
+rl --train.steps 3 → ^quern rl: --train.steps belongs to pretraining: leave it out, or give --rl.steps$
 sft llama → quern sft: the run has its recipe already: leave 'llama' out, and name the run with --run
 pretrain --sft.steps 3 → --sft.steps is for fine-tuning: give it to `quern sft` or `quern run`
 pretrain --questions 3 → --questions is for `quern evaluate` and `quern run`
