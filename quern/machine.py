@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from quern.process import environment, set_child_env  # isort: skip  # before PyTorch, which reads it
+from quern.process import environment, number_of, set_child_env  # isort: skip  # before PyTorch, which reads it
 
 import torch
 import torch.library
@@ -127,10 +127,10 @@ def _device(name: str | None) -> torch.device:
     if name not in (None, *available):
         raise ValueError(f"device '{name}' is not available here: use one of {', '.join(available)}")
     chosen = torch.device(name or available[0])
-    if chosen.type == "cuda" and (rank := environment().get("LOCAL_RANK")):
-        if int(rank) >= (count := torch.cuda.device_count()):
+    if chosen.type == "cuda" and environment().get("LOCAL_RANK"):
+        if (rank := number_of("LOCAL_RANK", 0)) >= (count := torch.cuda.device_count()):
             raise ValueError(f"every rank needs a GPU, and there are {count}: give fewer --ranks, or --device cpu")
-        torch.cuda.set_device(int(rank))
+        torch.cuda.set_device(rank)
     return chosen
 
 

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.autograd.profiler import record_function
 from torch.distributed.distributed_c10d import PrefixStore
 
-from quern.process import environment, to_stderr, waiting
+from quern.process import environment, number_of, to_stderr, waiting
 
 # torch 2.13 renamed these two, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -327,7 +327,7 @@ def _open_store(rank: int, ranks: int, timeout: timedelta) -> Any:
     given = environment()
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given]:
         raise ValueError(f"WORLD_SIZE is {ranks}, so set {' and '.join(missing)} too: the address of rank 0")
-    host, port = given["MASTER_ADDR"], int(given["MASTER_PORT"])
+    host, port = given["MASTER_ADDR"], number_of("MASTER_PORT", 0)
     hosts = rank == 0 and given.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     if not hosts:
         await_listener(host, port, timeout.total_seconds(), f"rank 0 of {ranks}")

@@ -49,6 +49,15 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def number_of(variable: str, default: int) -> int:
+    """Returns a variable of the environment as an integer. Raises ValueError, which names the variable."""
+    text = environment().get(variable, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"the environment's variable {variable} is {text!r}: set an integer, or unset it") from None
+
+
 def set_child_env(values: Mapping[str, str]) -> None:
     """Sets variables for the processes that this one will start, and for libraries that it imports later."""
     os.environ.update(values)

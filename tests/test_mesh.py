@@ -58,3 +58,6 @@ def test_a_rank_0_that_never_comes_is_waited_for_once(monkeypatch: pytest.Monkey
     with pytest.raises(TimeoutError, match=said) as raised:
         _open_store(1, 2, timedelta(seconds=0.3))
     assert isinstance(raised.value.__cause__, ConnectionRefusedError)
+    monkeypatch.setenv("MASTER_PORT", "x")
+    with pytest.raises(ValueError, match="variable MASTER_PORT is 'x'"):
+        _open_store(1, 2, timedelta(seconds=0.3))

@@ -21,7 +21,7 @@ from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.model.count import parameters, weightless
 from quern.parallel.plan import shard_model
-from quern.process import environment
+from quern.process import number_of
 from quern.recipe import Recipe, Resolved
 from quern.resolve import resolve
 from quern.terminal import human_size
@@ -54,7 +54,7 @@ def room_of_a_rank(machine: Machine, mesh: Mesh) -> float:
     """Bytes that a rank may take for training."""
     if machine.device.type == "cuda":
         return torch.cuda.get_device_properties(machine.device).total_memory - INTERPRETER_BYTES
-    here = int(environment().get("LOCAL_WORLD_SIZE", mesh.world.size))
+    here = number_of("LOCAL_WORLD_SIZE", mesh.world.size)
     return machine_memory() / here - INTERPRETER_BYTES
 
 

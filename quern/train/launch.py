@@ -32,7 +32,7 @@ from quern import compiler
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import Machine
 from quern.mesh import EVALUATING, Mesh, PeersLostError, alone, await_listener, connect, disconnect
-from quern.process import environment, prompt_signals, set_child_env, waiting
+from quern.process import environment, number_of, prompt_signals, set_child_env, waiting
 from quern.process import to_stderr as _log
 from quern.temporaries import plainly, scratch_folder, write_whole
 from quern.train.guard import heeded
@@ -75,10 +75,9 @@ class Place(NamedTuple):
 
 def place() -> Place:
     """Reads torchrun's variables; without them this is the only process."""
-    given = environment()
-    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": given.get("WORLD_SIZE", 1)}
-    names |= {"TORCHELASTIC_RESTART_COUNT": 0}
-    return Place(*(int(given.get(name, default)) for name, default in names.items()))
+    ranks = number_of("WORLD_SIZE", 1)
+    here = number_of("LOCAL_RANK", 0), number_of("LOCAL_WORLD_SIZE", ranks)
+    return Place(number_of("RANK", 0), ranks, *here, number_of("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 # The parent -------------------------------------------------------------------------------------------------

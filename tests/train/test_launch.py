@@ -62,6 +62,14 @@ def test_a_rank_has_its_share_of_the_cores_that_are_allowed_here(monkeypatch: py
             assert launch.place().threads == threads
 
 
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_a_variable_that_is_no_number_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others than quern may have set it."""
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(ValueError, match=f"variable {name} is 'x': set an integer, or unset it$"):
+        launch.place()
+
+
 def chosen(mesh: Mesh) -> list[object]:
     said: list[str] = []
     dtype = (torch.bfloat16, torch.float32)[mesh.rank]
