@@ -60,7 +60,9 @@ def test_the_table_has_a_line_of_facts_for_each_run(mine: RunDir, runs: Told) ->
     mine.stage("pretrain").rename(mine.stage("grug"))
     assert re.search(r" mine +grug +– .* 2\.500 ", runs()), "trained by the JAX twin"
     RunDir(mine.out, "older").stage("pretrain").rename(RunDir(mine.out, "older").stage("grug"))
-    assert re.search(r"^ *depth +4 +6$", runs("compare", "mine", "older"), re.MULTILINE)
+    for names in (("mine", "older"), ("mine/grug", "older/grug")):
+        assert re.search(r"^ *depth +4 +6$", said := runs("compare", *names), re.MULTILINE)
+    assert "answers" not in said, "which a stage of JAX has not"
 
 
 def test_a_run_that_has_just_begun_has_a_line_too(mine: RunDir, runs: Told) -> None:
@@ -158,7 +160,7 @@ def test_compared_runs_show_what_differs(mine: RunDir, runs: Told) -> None:
     [
         ("rename mine", "give it the names: quern runs rename RUN NEW"),
         ("remove mine/sft", "'mine/sft' cannot name a run: use letters"),
-        ("compare older mine/grug", "there is no stage 'grug': use pretrain, sft or rl$"),
+        ("compare older mine/dpo", "there is no stage 'dpo': use pretrain, grug, sft or rl$"),
         ("his", "there is no run 'his' under .*: name one of (mine, older|older, mine)$"),
     ],
 )
