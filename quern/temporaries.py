@@ -187,7 +187,7 @@ def plainly(error: BaseException) -> str:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Gives an OSError that names no file, such as the error of a full disk, or this path's temporary, the path."""
+    """Gives an OSError this path if it names no file, as that of a full disk, or names the path's temporary file."""
     try:
         yield
     except OSError as error:

@@ -59,8 +59,8 @@ QUESTIONS = Refusal("questions", "is for `quern evaluate` and `quern run`")
 
 def own(*names: str) -> tuple[Refusal, ...]:
     """Refuses fields of `train` that the verb's part of the recipe has too."""
-    instead = "belongs to pretraining: leave it out, or give --{{verb}}.{}".format
-    return tuple(Refusal(f"train.{name}", instead(flag(name))) for name in names)
+    why = "belongs to pretraining: leave it out, or give --{verb}."
+    return tuple(Refusal(f"train.{name}", why + flag(name)) for name in names)
 
 
 class Arguments(tuple[str, ...]):

@@ -200,8 +200,8 @@ class Engine:
                 raise ValueError(f"{token} is no token: ids are 0 to {self.tokenizer.vocab_size - 1}")
 
     def refuse(self, text: Sequence[int], answer: int = 0) -> None:
-        """Raises ValueError for a text that does not leave so many tokens for an answer, and for several documents that
-        the model hides from each other, which no cache does."""
+        """Raises ValueError if a text leaves fewer than `answer` tokens of the context, or holds several documents that
+        the model hides from each other: a cache would show the earlier ones."""
         if len(text) > self.context - answer:
             has = f"the prompt has {len(text)} tokens and the model's context holds {self.context}"
             needs = ", of which at least one is for the answer" if answer else ""
@@ -210,7 +210,7 @@ class Engine:
             return
         documents_BT = self.model.context(torch.tensor([text])).documents_BT
         if documents_BT is not None and documents_BT[0, 0] != documents_BT[0, -1]:
-            raise ValueError("the model reads each document by itself, from its BOS on: send them one by one")
+            raise ValueError("the prompt has several documents, which the model reads apart: send them one by one")
 
     def reset(self) -> None:
         """Cancels all generations and forgets their rows."""

@@ -234,9 +234,9 @@ class Zero2:
     def load_state_tensors(self, tensors: Mapping[str, Tensor], *, weights_alone: bool = False) -> None:
         """Restores this rank's part of whole logical tensors, bit for bit, and sets the parameters from the masters.
 
-        Held gradients of another number of replicas are summed. weights_alone: takes the masters, drops held gradients,
-        and begins the other state anew. Every rank calls this. All ranks raise ValueError, and change nothing, if a
-        tensor is missing, unknown or of another shape.
+        Held gradients of another number of replicas are summed. weights_alone: restores the masters only; held
+        gradients are dropped, and the other state begins anew. Every rank calls this. If a tensor is missing, unknown
+        or of another shape, every rank raises ValueError and changes nothing.
         """
         kinds = "master." if weights_alone else ""
         held = [(bucket.held, bucket.held_steps) for bucket in self.buckets]

@@ -40,7 +40,7 @@ TRIES = 1000
 MOST_REWARD = 1e9
 """The largest absolute value of a reward. Squares of differences then stay finite in fp32, too."""
 AGAIN = "begin again, under a new --run if steps were taken; with the same file, --resume"
-"""The advice for code of the user's that was corrected."""
+"""Advice for the time after the user has corrected the code."""
 LIMITS = Limits(seconds=5.0, cpu_seconds=2.0, memory_megabytes=256)
 EXERCISES: dict[str, Callable[[Pen], skills.Exercise]] = {
     "sums": skills.sum_exercise,
@@ -151,7 +151,7 @@ def _of_file(
 
 
 def _find(file: str, folder: Path) -> Path | None:
-    """`find_file`; None for a folder that is missing or has no rows at all, too."""
+    """Returns what `find_file` finds; None also for a folder that is missing or has no rows."""
     try:
         return find_file(folder, file)
     except FileNotFoundError:

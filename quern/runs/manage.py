@@ -187,7 +187,7 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
         for line in grid(["", *names], [[name, *(str(one.get(name, NONE)) for one in recipes)] for name in fields], 1):
             log(line)
     for other in names[1:]:
-        if any(name.endswith(f"/{SHOWN[1]}") for name in (names[0], other)):
+        if any(name.endswith("/grug") for name in (names[0], other)):
             continue  # a stage of JAX answers no questions
         try:
             compare_answers(names[0], other, runs[0].out, log)

@@ -1,8 +1,8 @@
 """Data that is tokens already: .bin files, read as they are and written, with the tokenizer that made them beside them.
 
-A folder with text is text, and a .bin in it is ignored. A README.md or a .json beside .bin files is no text: folders of
-token shards have them, and settings and scripts of a shell. Nor is code, if each of the files begins as
-modded-nanogpt's or has "train" or "val" in its name, as nanoGPT's have.
+A folder with text is text, and a .bin in it is ignored. Folders of token shards may also have a README, .json files,
+settings and shell scripts, which are no text there. They may have code, too, if each .bin begins as modded-nanogpt's
+do, or has "train" or "val" in its name, as nanoGPT's have.
 
 A source is .bin files, folders of them (modded-nanogpt's, nanoGPT's, our own shards) or a public set. Validation is
 `val` (a file or folder too), else the files with the word "val" in their name, else documents held out from the rest;

@@ -139,8 +139,8 @@ def sft_recipe(asked: Recipe, base: Resolved) -> Resolved:
 
 
 def _held_out_loss(corpus: Corpus, recipe: Resolved, machine: Machine) -> Evaluator:
-    """The mean loss over the assistant's tokens of held-out conversations, in rows of `VAL_TOKENS` tokens at most, the
-    same ones for every micro-batch."""
+    """Measures the mean loss over the assistant's tokens in the first rows of held-out conversations, `VAL_TOKENS`
+    tokens in all at most. The rows do not depend on the micro-batch."""
     loader = Loader(corpus, recipe.model.context, recipe.micro_batch_rows, 0, "first-fit-decreasing", too_long="crop")
     rows = min(loader.rows_per_epoch, max(1, VAL_TOKENS // loader.context))
 

@@ -55,7 +55,7 @@ class Source:
 
 
 def named_tokenizer(name: str | None, own: Tokenizer | None, log: Log, *, may_be_gone: bool = True) -> Tokenizer | None:
-    """The tokenizer of this name or file; `own`, the run's, where none is named or the file is gone and may be. Raises
+    """The tokenizer of this name or file; `own`, the run's, where none is named, or if it may be gone and is. Raises
     FileNotFoundError if it is missing, ValueError if it is another one than `own`."""
     if name is None or (may_be_gone and own is not None and not Path(name).is_file()):
         return own

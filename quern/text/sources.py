@@ -69,14 +69,14 @@ class Listing(NamedTuple):
         return [entry.path for entry in self.read]
 
     def without(self, other: Listing) -> Listing:
-        """The listing with the files that `other`, of validation, reads among the ignored ones. Raises
-        FileNotFoundError if these are all of them."""
+        """Returns the listing without the files that `other`, the validation text, reads; they count as ignored. Raises
+        FileNotFoundError if no file is left."""
         theirs = {os.path.realpath(path) for path in other.files}
         left, taken = list[Entry](), list[Entry]()
         for entry in self.read:
             (taken if os.path.realpath(entry.path) in theirs else left).append(entry)
         if not left:
-            raise FileNotFoundError("every file of --data is of --val too, none is left to train on: name others")
+            raise FileNotFoundError("every file of --data is also in --val, so none is left to train on: name others")
         return Listing(tuple(left), (*self.ignored, *taken))
 
     def lines(self, what: str) -> list[str]:

@@ -126,7 +126,7 @@ def test_validation_of_its_own_takes_nothing_from_training(tmp_path: Path) -> No
         prepared, _ = made(replace(recipe_for(where, val_megabytes=most), val=str(val)), tmp_path / "out")
         assert texts_of(prepared.train, prepared.tokenizer) == texts[:50]
         assert texts_of(prepared.val, prepared.tokenizer) == texts[50:last]
-    with pytest.raises(FileNotFoundError, match="every file of --data is of --val too, none is left to train on"):
+    with pytest.raises(FileNotFoundError, match="every file of --data is also in --val, so none is left to train on"):
         made(replace(recipe_for(val), val=str(val)), tmp_path / "out")
 
 
