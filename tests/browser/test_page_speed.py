@@ -63,3 +63,28 @@ def test_a_long_conversation_streams_at_sixty_frames(browser: Chrome, xray: bool
         own = sum(spent[name] for name in ("ScriptDuration", "LayoutDuration", "RecalcStyleDuration"))
         assert own < FRAME_MS / 2, spent
         assert page.run("document.getElementById('to-end').hidden"), "the page did not follow the reply"
+
+
+def test_the_time_to_open_a_conversation_grows_with_its_messages_and_not_faster(browser: Chrome) -> None:
+    with visiting(browser, {"parrot": make_parrot()}) as page:
+        page.ask("first")
+        browser.send("Performance.enable", timeDomain="threadTicks")
+        spent: list[float] = []
+        for messages in (1_000, 4_000):
+            nodes = "id: 'n' + i, parent: i ? 'n' + (i - 1) : null, role: i % 2 ? 'assistant' : 'user', time: i"
+            made = f"[...Array({messages}).keys()].map((i) => [`n${{i}}`, {{{nodes}, parts: [], pick: null}}])"
+            chat = f"{{id: 'cc', title: 'long', mode: 'chat', updated: 1, leaf: 'n{messages - 1}', system: ''"
+            page.run(
+                "new Promise((done) => { indexedDB.open('quern').onsuccess = ({target}) => {"
+                " const transaction = target.result.transaction('conversations', 'readwrite');"
+                f" transaction.objectStore('conversations').put({chat}, nodes: Object.fromEntries({made})}});"
+                " transaction.oncomplete = done; }; }).then(() => 1)"
+            )
+            page.open(fresh=False)
+            before = cpu_seconds(browser)["ScriptDuration"]
+            page.click("#conversations .open", 1)
+            page.wait(f"document.querySelectorAll('.message').length >= {messages - 1}")
+            spent.append(cpu_seconds(browser)["ScriptDuration"] - before)
+        browser.send("Performance.disable")
+        print(f"seconds: {spent}")
+        assert spent[1] < 8 * spent[0], "four times the messages; each looked at all others"

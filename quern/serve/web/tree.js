@@ -9,6 +9,8 @@
 
 import { newId } from "./dom.js";
 
+const families = new WeakMap(); // conversation → its messages by parent, until one is added or removed
+
 export function newConversation(mode, system = "") {
   const now = Date.now();
   return { id: newId(), title: "", named: false, mode, system, created: now, updated: now, nodes: {}, leaf: null };
@@ -18,12 +20,14 @@ export function newConversation(mode, system = "") {
 export function addNode(conversation, parent, role, parts) {
   const node = { id: newId(), parent, role, parts, time: Date.now(), pick: null };
   conversation.nodes[node.id] = node;
+  families.delete(conversation);
   show(conversation, node);
   return node;
 }
 
 /** Adds messages of another copy of the conversation. Those without text are not finished, in either copy. */
 export function addMissing(conversation, nodes) {
+  families.delete(conversation);
   for (const node of Object.values(nodes)) {
     const own = conversation.nodes[node.id] ?? { parts: [] };
     const begins = node.parent === null || conversation.nodes[node.parent] !== undefined;
@@ -35,6 +39,7 @@ export function addMissing(conversation, nodes) {
 /** Removes a message. In its place, the branch of the leaf `before` is shown, or else the last version. */
 export function removeNode(conversation, node, before) {
   delete conversation.nodes[node.id];
+  families.delete(conversation);
   const others = siblings(conversation, node);
   if (others.length > 0) return show(conversation, deepest(conversation, conversation.nodes[before] ?? others.at(-1)));
   conversation.leaf = node.parent;
@@ -50,7 +55,8 @@ export function path(conversation, end = conversation.leaf) {
 
 /** The messages in the place of this one, in the order in which they were made. */
 export function siblings(conversation, node) {
-  const found = Object.values(conversation.nodes).filter((other) => other.parent === node.parent);
+  if (!families.has(conversation)) families.set(conversation, Map.groupBy(Object.values(conversation.nodes), (one) => one.parent));
+  const found = families.get(conversation).get(node.parent) ?? [];
   return found.sort((one, other) => one.time - other.time); // those of another tab are added later
 }
 
