@@ -111,9 +111,10 @@ def test_edits_and_other_tries_are_branches(page: Page) -> None:
     page.type(".edit textarea", "edited")
     page.press("Enter")
     page.until_said("edited", "changed")
+    assert titles(page) == ["edited"]
     assert "first" not in engine.tokenizer.decode(engine.asked[-1][0][0])
     page.click(".message:nth-child(1) [aria-label='Previous version']")
-    assert page.said() == ["first", "one", "second", "another two"]
+    assert page.said() == ["first", "one", "second", "another two"] and titles(page) == ["first"]
     page.click(".message:nth-child(4) [aria-label='Previous version']")
     assert page.said() == ["first", "one", "second", "two"]
     assert page.texts(".message:nth-child(4) .walk span") == ["1 / 2"]

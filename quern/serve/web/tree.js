@@ -99,7 +99,7 @@ export function documentOf(conversation, end) {
 
 export function titleOf(conversation) {
   if (conversation.title !== "") return conversation.title;
-  const first = Object.values(conversation.nodes).find((node) => node.role === "user");
+  const first = path(conversation).find((node) => node.role === "user");
   const text = first === undefined ? "" : textOf(first).trim().replace(/\s+/g, " ");
   return text === "" ? "New conversation" : text.length > 60 ? `${cut(text, 57)}…` : text;
 }
