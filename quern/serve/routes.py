@@ -64,10 +64,10 @@ MOST_SUGGESTION_CHARACTERS = 160
 
 @dataclass(frozen=True)
 class Welcome:
-    """The beginning of the page. completes: the model continues texts and was never taught to chat."""
+    """The beginning of the page. completes: the models that continue texts and were never taught to chat."""
 
     suggestions: Sequence[str] = ()
-    completes: bool = False
+    completes: Sequence[str] = ()
 
 
 class Sample(TypedDict, total=False):
@@ -78,7 +78,7 @@ class Sample(TypedDict, total=False):
     messages: list[dict[str, Any]]
 
 
-def read_welcome(run: Path, stage: str) -> Welcome:
+def read_suggestions(run: Path, stage: str) -> tuple[str, ...]:
     """The first turns of the run's own samples of a stage, which `quern evaluate` keeps; none without them."""
     asked = dict[str, None]()
     for sample in read_lines(run / "samples.jsonl", Sample):
@@ -87,7 +87,7 @@ def read_welcome(run: Path, stage: str) -> Welcome:
         if text and len(text) <= MOST_SUGGESTION_CHARACTERS and "\n" not in text:
             asked[text] = None
     found, count = list(asked), min(MOST_SUGGESTIONS, len(asked))  # evenly spread: neighbours are of one kind
-    return Welcome(tuple(found[number * len(found) // count] for number in range(count)), stage == "pretrain")
+    return tuple(found[number * len(found) // count] for number in range(count))
 
 
 def page_paths() -> dict[str, Path]:
@@ -131,8 +131,8 @@ def routes(models: Models) -> list[Route]:
 
     async def begin(http: Request) -> Response:
         welcome: Welcome = http.app.state.welcome
-        mode, sampling = "text" if welcome.completes else "chat", {"temperature": CHAT.temperature, "top_k": CHAT.top_k}
-        return JSON({"suggestions": list(welcome.suggestions), "mode": mode, "sampling": sampling})
+        sampling = {"temperature": CHAT.temperature, "top_k": CHAT.top_k}
+        return JSON({"suggestions": welcome.suggestions, "completes": welcome.completes, "sampling": sampling})
 
     gets = {
         "/health": health,

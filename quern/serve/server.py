@@ -38,7 +38,7 @@ from quern.runs.load import load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.serve.access import Hosts
 from quern.serve.gate import HEADER_BYTES, HEADER_SECONDS, Connections, Frontier, Gate
-from quern.serve.routes import ON_ERROR, Welcome, read_welcome, routes
+from quern.serve.routes import ON_ERROR, Welcome, read_suggestions, routes
 from quern.serve.worker import IDLE_SECONDS, REQUEST_SECONDS, Models
 from quern.train import manifest
 
@@ -138,10 +138,12 @@ def open_app(
     """The application, its models loaded and compiled. where: the end of the line that tells so; others as in `run`."""
     engines = {}
     shown = {name: source.newest() for name, source in sources.items()}
-    first = next(iter(sources))
 
     def welcome() -> Welcome:
-        return read_welcome(sources[first].run_dir.folder, (shown[first] or ("",))[0])
+        stages = {name: newest[0] if newest else "" for name, newest in shown.items()}
+        first, source = next(iter(sources.items()))
+        suggestions = read_suggestions(source.run_dir.folder, stages[first])
+        return Welcome(suggestions, [name for name, stage in stages.items() if stage == "pretrain"])
 
     begins = welcome()
     for name, source in sources.items():

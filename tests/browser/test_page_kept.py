@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quern.generate.engine import Engine
+from quern.serve.routes import Welcome
 from tests.browser.chrome import Chrome
 from tests.browser.parrot import DONE, READY, Page, make_parrot, visiting
 
@@ -81,9 +82,11 @@ def test_names_do_not_end_with_half_a_character(page: Page) -> None:
 
 def test_the_chosen_model_outlives_a_reload(browser: Chrome) -> None:
     engines: dict[str, Engine] = {"one": make_parrot(), "other": make_parrot()}
-    with visiting(browser, engines) as page:
-        page.run("document.getElementById('model').value = 'other'")
-        page.run("document.getElementById('model').onchange()")
+    with visiting(browser, engines, welcome=Welcome(completes=["other"])) as page:
+        for model, mode in (("other", "text"), ("one", "chat"), ("other", "text")):
+            page.run(f"document.getElementById('model').value = '{model}'")
+            page.run("document.getElementById('model').onchange()")
+            assert page.run("document.body.dataset.mode") == mode, "a base model continues texts"
         page.ask("first")
         assert page.texts(".stats")[0].startswith("other · "), "which model it was"
         page.open(fresh=False)

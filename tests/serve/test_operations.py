@@ -303,11 +303,11 @@ def test_the_server_looks_for_newer_checkpoints_also_after_a_look_or_an_opening_
     source, lines = Changing(RunDir(tmp_path, "toy"), None, CPU, 0), list[str]()
     Changing.looks, Changing.failures = [1, 1, OSError("the disk is gone"), 2], [None] * 4
     app = open_app({"toy": source}, Gate(LOOPBACK), 600, lines.append, "", 0.05)
-    assert app.state.welcome.completes, "a base model"
+    assert app.state.welcome.completes == ["toy"], "a base model"
     Changing.failures = []
     with running(app) as url:
         until(lambda: "toy: new requests go to step 2" in lines, 5)
-        assert web.get(f"{url}/welcome").json()["mode"] == "chat"
+        assert web.get(f"{url}/welcome").json()["completes"] == []
     assert any("the disk is gone" in line for line in lines)
     assert lines.count("step 2 is damaged") == 1 and sum("none is good" in line for line in lines) == 1, "told once"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quern.serve.access import Keys
 from quern.serve.gate import Gate
-from quern.serve.routes import MEDIA_TYPES, WEB, Welcome, read_welcome
+from quern.serve.routes import MEDIA_TYPES, WEB, Welcome, read_suggestions
 from quern.serve.server import LOOPBACK, create_app
 from tests.support.http_server import running, web
 from tests.support.toy_engine import toy_engine
@@ -19,7 +19,7 @@ def chat(stage: str, *turns: str) -> str:
 
 
 def test_suggestions_are_the_first_turns_of_the_stages_samples(tmp_path: Path) -> None:
-    assert read_welcome(tmp_path, "sft") == Welcome()
+    assert read_suggestions(tmp_path, "sft") == ()
     lines = [
         json.dumps({"stage": "pretrain", "kind": "completion", "prompt": "Once upon a time", "text": " there"}),
         *(chat("sft", f"question {n}", "a second turn") for n in range(12)),
@@ -29,15 +29,15 @@ def test_suggestions_are_the_first_turns_of_the_stages_samples(tmp_path: Path) -
         chat("rl", "of another stage"),
     ]
     (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    assert read_welcome(tmp_path, "sft") == Welcome(tuple(f"question {n}" for n in range(0, 12, 2)))
-    assert read_welcome(tmp_path, "rl") == Welcome(("of another stage",))
-    assert read_welcome(tmp_path, "pretrain") == Welcome(("Once upon a time",), completes=True)
+    assert read_suggestions(tmp_path, "sft") == tuple(f"question {n}" for n in range(0, 12, 2))
+    assert read_suggestions(tmp_path, "rl") == ("of another stage",)
+    assert read_suggestions(tmp_path, "pretrain") == ("Once upon a time",)
 
 
 def test_every_file_of_the_page_is_served_and_nothing_else() -> None:
     engine = toy_engine()
     keys = Keys({hashlib.sha256(b"secret").digest(): "alice"})
-    welcome = Welcome(["<b>hello</b>"], completes=True)
+    welcome = Welcome(["<b>hello</b>"], completes=["toy"])
     with running(create_app({"toy": engine}, Gate(LOOPBACK, keys), welcome=welcome)) as url:
         files = [file for file in WEB.rglob("*") if file.suffix in MEDIA_TYPES]
         assert len(files) > 15
@@ -57,7 +57,7 @@ def test_every_file_of_the_page_is_served_and_nothing_else() -> None:
             assert web.get(f"{url}/{path}", headers={"authorization": "Bearer secret"}).status_code == 404, path
         assert web.get(f"{url}/welcome").status_code == 401
         answer = web.get(f"{url}/welcome", headers={"authorization": "Bearer secret"})
-        assert answer.json() == {"suggestions": ["<b>hello</b>"], "mode": "text", "sampling": CHAT}
+        assert answer.json() == {"suggestions": ["<b>hello</b>"], "completes": ["toy"], "sampling": CHAT}
 
 
 def test_the_vendored_libraries_are_those_of_their_table() -> None:

@@ -22,8 +22,8 @@ let branching = false; // the tokens that a reply will begin with are being aske
 let frame = 0;
 let context = 0;
 let keyTried = null; // the API key with which the server was asked last
-let modeChosen = false; // by the user, before the server said which one it would take
-let welcome = { suggestions: [], mode: "chat", sampling: {} };
+let modeChosen = false; // by the user, not by the model
+let welcome = { suggestions: [], completes: [], sampling: {} };
 
 /** Whether a reply can begin now; if not, it is said why. */
 function free() {
@@ -271,8 +271,10 @@ function draw() {
   sidebar.draw(conversations.values(), current.id);
 }
 
-function start(mode = welcome.mode) {
-  open(newConversation(mode, current?.system ?? ""));
+const modeOfModel = () => (welcome.completes.includes(byId("model").value) ? "text" : "chat");
+
+function start() {
+  open(newConversation(modeOfModel(), current?.system ?? ""));
 }
 
 async function remove(conversation) {
@@ -320,12 +322,15 @@ async function discover() {
   const last = history.state?.model; // what was chosen before the page was loaded again
   select.replaceChildren(...found.map(({ id, max_model_len }) => el("option", { value: id, text: id, selected: id === last, data: { context: max_model_len } })));
   select.hidden = found.length === 1; // one model needs no picker
-  select.onchange = () => { context = Number(select.selectedOptions[0].dataset.context); history.replaceState({ model: select.value }, ""); drawFill(); };
+  select.onchange = () => {
+    context = Number(select.selectedOptions[0].dataset.context);
+    history.replaceState({ model: select.value }, "");
+    if (current.leaf === null && !modeChosen) current.mode = modeOfModel();
+    draw();
+  };
   select.onchange();
-  if (current.leaf === null && !modeChosen) current.mode = welcome.mode;
   ui.suggest(welcome.suggestions, (text) => { send(text); byId("input").focus(); });
   ui.problem(null);
-  draw();
 }
 
 const meet = () => discover().catch((error) => ui.problem(explain(error)));
@@ -345,7 +350,7 @@ async function main() {
   ui.prepare({
     send,
     stop: () => reply?.stop(),
-    start: () => start(),
+    start,
     busy: () => !free(),
     conversation: () => current,
     setMode: (mode) => { current.mode = mode; modeChosen = true; draw(); },
