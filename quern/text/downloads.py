@@ -33,6 +33,7 @@ ADVICE = {401: NEEDS_TOKEN, 403: NEEDS_TOKEN, 404: ": remove listing.json, and t
 """Advice for the user about an answer of the Hub."""
 OTHERS: dict[int, str] = dict.fromkeys((401, 403, 404, 410), ": check the address")
 """Advice about an answer of any other server."""
+UNZIPPED = ("gzip", "x-gzip", "deflate")
 Progress = Callable[[str, int], None]
 """(file name, bytes so far), called as bytes arrive."""
 
@@ -153,8 +154,10 @@ def _receive(url: str, part: Path, size: int | None, version: str | None) -> Ite
             else:
                 answer.raise_for_status()
                 have = target.truncate(0)
-            zipped = answer.headers.get("Content-Encoding", "").strip().lower() in ("gzip", "x-gzip")
-            for chunk in _unzipped(answer.iter_raw()) if zipped else answer.iter_bytes():
+            encoding = answer.headers.get("Content-Encoding", "").strip().lower() or "identity"
+            if encoding not in ("identity", *UNZIPPED):
+                raise OSError(f"cannot fetch {url}: it is sent as {encoding!r}: use another program, or another server")
+            for chunk in _unzipped(answer.iter_raw()) if encoding in UNZIPPED else answer.iter_raw():
                 have += target.write(chunk)
                 yield have, came
             if span and span[1] not in ("*", str(have)):
@@ -162,15 +165,15 @@ def _receive(url: str, part: Path, size: int | None, version: str | None) -> Ite
 
 
 def _unzipped(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Decompresses gzip, which may have several members. The library takes its first for all, and one that ends early
-    for whole. Raises HTTPError for an early end, zlib.error for damaged bytes."""
+    """Decompresses gzip, which may have several members, or deflate. The library takes the first member for all, and
+    one that ends early for whole. Raises HTTPError for an early end, zlib.error for damaged bytes."""
     import huggingface_hub
 
-    unzip = zlib.decompressobj(31)
+    unzip = zlib.decompressobj(47)  # the header says which of the two it is
     for chunk in chunks:
         while chunk:
             if unzip.eof:
-                unzip = zlib.decompressobj(31)
+                unzip = zlib.decompressobj(47)
             yield unzip.decompress(chunk)
             chunk = unzip.unused_data
     if not unzip.eof:

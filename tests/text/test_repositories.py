@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import random
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -377,14 +378,24 @@ def test_a_compressed_answer_is_read_to_its_end(hub: Hub, path: Path) -> None:
         ("GZIP", whole[:-1]),
         ("x-gzip", whole[:500] + b"?" * 100 + whole[600:]),
         ("gzip", whole + whole[:-1]),
+        ("deflate", zlib.compress(BODY)[:-1]),
     ):
         hub.headers, hub.others = {"Content-Encoding": name}, {"v.txt": sent}
         with pytest.raises(OSError, match="cannot fetch http.*v.txt: .*; run it again$"):
             retrieve(f"{hub.url}/v.txt", None, path)
         assert not path.exists()
-    hub.others = {"v.txt": gzip.compress(BODY[:1000]) + gzip.compress(BODY[1000:])}
-    retrieve(f"{hub.url}/v.txt", None, path)
-    assert path.read_bytes() == BODY
+    hub.headers = {"Content-Encoding": "br"}
+    with pytest.raises(OSError, match="cannot fetch http.*v.txt: it is sent as 'br': use another program"):
+        retrieve(f"{hub.url}/v.txt", None, path)
+    for name, sent in (
+        ("gzip", gzip.compress(BODY[:1000]) + gzip.compress(BODY[1000:])),
+        ("deflate", zlib.compress(BODY)),
+        ("", BODY),
+    ):
+        hub.headers, hub.others = {"Content-Encoding": name}, {"v.txt": sent}
+        path.unlink(missing_ok=True)
+        retrieve(f"{hub.url}/v.txt", None, path)
+        assert path.read_bytes() == BODY
 
 
 @pytest.mark.parametrize("more", [b"", b"more"], ids=["whole", "longer"])
