@@ -69,18 +69,18 @@ def vocabulary(megabytes: float) -> int:
     return max(320, min(8192, 2 ** math.floor(11 + 0.5 * math.log2(max(1e-6, megabytes)))))
 
 
-def parameters_of(recipe: Recipe) -> int:
-    """Returns the parameters of the matrices and the head, about."""
+def parameters_of(recipe: Recipe, vocab_size: int) -> int:
+    """Returns the parameters of the matrices and the head, about, with the vocabulary of the text's tokenizer."""
     model = resolve(recipe).model
-    return 12 * model.depth * model.width**2 + model.vocab_size * model.width
+    return 12 * model.depth * model.width**2 + vocab_size * model.width
 
 
-def best_depth(recipe: Recipe, text_bytes: float, bytes_per_token: float, flops: float) -> int:
+def best_depth(recipe: Recipe, vocab_size: int, text_bytes: float, bytes_per_token: float, flops: float) -> int:
     """Returns the largest depth whose model reads at least TOKENS_PER_PARAMETER tokens for each parameter in so many
     FLOPs of training, and the text no more often than `most_readings`; LEAST_DEPTH if none does."""
 
     def tokens_per_parameter(depth: int) -> float:
-        parameters = parameters_of(replace(recipe, depth=depth))
+        parameters = parameters_of(replace(recipe, depth=depth), vocab_size)
         most = most_readings(parameters, text_bytes) * text_bytes / bytes_per_token
         return min(flops / (6 * parameters), most) / parameters
 

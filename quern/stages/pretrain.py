@@ -323,12 +323,11 @@ def fit_depth(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
         return recipe
     speed = training_speed(session, measure_peak_flops(session.machine) * session.mesh.world.size)
     flops = 60 * minutes * session.mesh.world.broadcast_object(speed)
-    bytes_per_token = prepared.bytes_per_token
-    depth = best_depth(recipe, prepared.train.num_tokens * bytes_per_token, bytes_per_token, flops)
+    vocab_size, text_bytes = prepared.tokenizer.vocab_size, prepared.train.num_tokens * prepared.bytes_per_token
+    depth = best_depth(recipe, vocab_size, text_bytes, prepared.bytes_per_token, flops)
     session.log(
-        f"fitted to {human_size(prepared.train.num_tokens * bytes_per_token)} of text: a vocabulary of "
-        f"{prepared.tokenizer.vocab_size:,}, depth {depth}, {minutes:g} minutes; --text.vocab-size, --depth and "
-        "--train.minutes set others"
+        f"fitted to {human_size(text_bytes)} of text: a vocabulary of {vocab_size:,}, depth {depth}, {minutes:g} "
+        "minutes; --text.vocab-size, --depth and --train.minutes set others"
     )
     return replace(recipe, depth=depth)
 
@@ -339,7 +338,9 @@ def fit_batch(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
     if recipe.train.steps is None or recipe.train.batch_tokens is not None:
         return recipe
     own, tokens = resolve(recipe, session.mesh.dp), prepared.train.num_tokens
-    most = most_readings(parameters_of(recipe), tokens * prepared.bytes_per_token) * tokens
+    most = (
+        most_readings(parameters_of(recipe, prepared.tokenizer.vocab_size), tokens * prepared.bytes_per_token) * tokens
+    )
     batch_tokens = batch_rule(most, own.model.context, session.mesh.dp)
     if batch_tokens >= own.train.batch_tokens:
         return recipe
@@ -350,7 +351,7 @@ def fit_readings(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe
     """The recipe with fewer steps, where its time was not asked for and reads a small text too often."""
     steps, batch_tokens, tokens = recipe.train.steps, recipe.train.batch_tokens, prepared.train.num_tokens
     assert steps is not None and batch_tokens is not None
-    readings = most_readings(parameters_of(recipe), tokens * prepared.bytes_per_token)
+    readings = most_readings(parameters_of(recipe, prepared.tokenizer.vocab_size), tokens * prepared.bytes_per_token)
     most = int(readings * tokens)
     if steps * batch_tokens <= most or set(LENGTHS) & set(session.named):
         return recipe

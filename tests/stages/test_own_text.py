@@ -57,7 +57,7 @@ def test_a_text_is_read_less_often_by_a_model_that_can_learn_it_by_heart() -> No
     assert most_readings(4e6, 1e6) == most_readings(1e6, 1e6) == 5 and most_readings(1e6, 4e6) == 10
     assert most_readings(1e6, 1e5) == most_readings(1e6, 1e4) == 10
     shallow, deep = (replace(RECIPE, depth=depth) for depth in (2, 4))
-    assert most_readings(parameters_of(shallow), 1e7) > 1.5 * most_readings(parameters_of(deep), 1e7)
+    assert most_readings(parameters_of(shallow, 8192), 1e7) > 1.5 * most_readings(parameters_of(deep, 8192), 1e7)
 
 
 def speed(peak_flops: float, device: str = "cpu") -> float:
@@ -75,13 +75,11 @@ def test_the_speed_of_training_is_that_of_three_cpus_about() -> None:
 
 
 def test_more_time_and_more_text_make_a_deeper_model() -> None:
-    recipe = replace(RECIPE, text=replace(RECIPE.text, vocab_size=2048))
-    depths = [best_depth(recipe, 1e7, 3.2, flops) for flops in (1e11, 1e13, 1e15, 1e17)]
+    depths = [best_depth(RECIPE, 2048, 1e7, 3.2, flops) for flops in (1e11, 1e13, 1e15, 1e17)]
     assert depths == sorted(depths) and depths[0] == 2 and depths[-1] == 4
-    assert best_depth(recipe, 1e5, 3.2, 1e15) < best_depth(recipe, 1e7, 3.2, 1e15)
+    assert best_depth(RECIPE, 2048, 1e5, 3.2, 1e15) < best_depth(RECIPE, 2048, 1e7, 3.2, 1e15)
     for vocabulary_size, text_bytes, bytes_per_token in ((8192, 6.2e7, 3.58), (4096, 1.56e7, 3.64)):  # as measured
-        sized = replace(RECIPE, text=replace(RECIPE.text, vocab_size=vocabulary_size))
-        assert best_depth(sized, text_bytes, bytes_per_token, 600 * speed(0.9e12)) == 3
+        assert best_depth(RECIPE, vocabulary_size, text_bytes, bytes_per_token, 600 * speed(0.9e12)) == 3
     little, enough = (expectation(1e6, size, 1e6, untrained=4) for size in (5e4, 1e6))
     assert "warning: this is little text" in little[-1] and len(enough) == 2
     assert "about 5.2 bits per byte" in expectation(1e5, 2.5e3, 2e4, untrained=5.2)[1]  # the law alone says 6.5
@@ -116,7 +114,7 @@ def test_after_a_text_from_standard_input_the_next_command_names_its_file_and_so
 
 
 def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitted, "measure_peak_flops", lambda machine: 1e11)
+    monkeypatch.setattr(fitted, "measure_peak_flops", lambda machine: 1e12)
     world = SimpleNamespace(size=2, broadcast_object=lambda value: value)
     machine = SimpleNamespace(device=SimpleNamespace(type="cuda"))
 
@@ -133,11 +131,12 @@ def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pyt
         assert fitted.fit_time(RECIPE, closed, 0.3).train.minutes is None
     short = replace(RECIPE, train=replace(RECIPE.train, steps=6))
     assert fitted.fit_time(short, session(), 0.3).train == short.train, "a length that code asks for counts, too"
-    deeper = fitted.fit_depth(left, session(), prepared)
-    assert deeper == replace(left, depth=best_depth(left, 3e5, 3.0, fitted.TYPICAL_MFU * 2e11 * 60 * own_text.MINUTES))
+    flops = fitted.TYPICAL_MFU * 2e12 * 60 * own_text.MINUTES
+    deeper = replace(left, depth=best_depth(left, 1024, 3e5, 3.0, flops))
+    assert fitted.fit_depth(left, session(), prepared) == deeper
     assert fitted.fit_depth(left, session("depth"), prepared) is left
     timed = replace(left, train=replace(left.train, steps=1000, batch_tokens=8192))
-    most = int(100_000 * most_readings(parameters_of(timed), 3e5))
+    most = int(100_000 * most_readings(parameters_of(timed, 1024), 3e5))
     fewer = fitted.fit_readings(timed, session(), prepared).train
     assert (fewer.steps, fewer.batch_tokens, fewer.minutes) == (most // 4096, 4096, None)  # a short run's batch
     asked = fitted.fit_readings(timed, session("train.batch_tokens"), prepared).train
@@ -150,6 +149,8 @@ def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pyt
     train.num_tokens = 10**9
     assert fitted.fit_batch(short, session(), prepared) is short
     assert ["fitted to 300 kB" in said[0], "learned by heart" in said[1], len(said)] == [True, True, 3]
+    tokenizer.vocab_size = 50_257  # of a tokenizer that was there
+    assert fitted.fit_depth(left, session(), prepared).depth == 2 < best_depth(left, 8192, 3e9, 3.0, flops)
 
 
 def test_a_run_that_learned_its_text_by_heart_says_when_it_was_best(tmp_path: Path) -> None:
