@@ -10,6 +10,8 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +24,7 @@ from quern.bench.quality import quality
 from quern.bench.train import fp8, ranks, train
 from quern.kernels.attention.autotune import select_attention
 from quern.process import waiting
+from quern.records import read_json
 from quern.temporaries import write_whole
 from quern.terminal import counted
 from quern.validate import extra
@@ -69,17 +72,21 @@ def run(options: BenchOptions, log: Callable[[str], None], command: str = "") ->
 
 
 def measure(what: str, setup: Setup) -> None:
-    """Runs a benchmark, prints its figures and writes its record, after each of them; without a figure it replaces no
-    earlier record."""
+    """Runs a benchmark, prints its figures and writes its record, after each of them: beside the earlier record as long
+    as that has more figures."""
     body, start, log = head(what, setup), time.monotonic(), setup.log
     measures: list[Figure] = []
     interrupted, path = None, setup.out / "bench" / f"{what}.json"
+    earlier = len(read_json(path, dict[str, Any])["measures"]) if path.exists() else 0
 
-    def keep() -> None:
+    def keep() -> Path:
         seconds = round(time.monotonic() - start, 2)
         body.update(rounds=setup.rounds, seconds=seconds, settings=setup.settings, measures=measures)
-        if measures or not path.exists():
-            write_whole(path, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
+        part = path.with_suffix(".part.json")
+        part.unlink(missing_ok=True)
+        written = path if len(measures) >= earlier else part
+        write_whole(written, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
+        return written
 
     log(f"\n{what}  (load average before {body['load_average_before']:.1f})")
     try:
@@ -101,11 +108,11 @@ def measure(what: str, setup: Setup) -> None:
             raise
         setup.failed(what, error)
         interrupted = error if isinstance(error, KeyboardInterrupt) else None
-    keep()
+    written = keep()
     sizes = {name.replace("_", " "): v for name, v in setup.settings.items() if not isinstance(v, dict)}
     if sizes:
         log("  " + ", ".join(f"{name} {f'{v:,}' if isinstance(v, int) else v}" for name, v in sizes.items()))
-    log(f"  after {body['seconds']:.0f} s{f', record: {path}' if measures else ', no figure'}")
+    log(f"  after {body['seconds']:.0f} s{'' if measures else ', no figure'}, record: {written}")
     if interrupted is not None:
         raise interrupted
 

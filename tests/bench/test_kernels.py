@@ -112,6 +112,11 @@ def test_a_benchmark_that_fails_or_runs_out_of_time_keeps_its_figures(
     found = measured(tmp_path, "rope", "muon")[1]
     assert found["rope"]["measures"], "an earlier record has figures, this one none"
     assert len(found["muon"]["measures"]) == 2 and "failures" not in found["muon"]["settings"]
+    monkeypatch.setattr(command, "BENCHMARKS", {"muon": goes_on})
+    found = measured(tmp_path, "muon")[1]
+    assert [len(found[name]["measures"]) for name in ("muon", "muon.part", "rope.part")] == [2, 1, 0], (
+        "kept, and beside"
+    )
 
 
 def test_a_path_that_fails_stops_no_other() -> None:
