@@ -109,7 +109,7 @@ def list_source(
 
     Raises:
         FileNotFoundError: There is no such file or folder, or it has no file of these formats.
-        ValueError: The source is a file of another format.
+        ValueError: The source is a file of another format, or the root of the file system.
     """
     if not isinstance(source, str | Path):
         own = [one for one in source if len(source) == 1 or apart is None or one.resolve() != apart.resolve()]
@@ -127,6 +127,8 @@ def list_source(
         piped = ", or give --data -" if "" in formats else ""
         other = f", but a pipe or a device: copy it to a file{piped}" if source.exists() else ""
         raise FileNotFoundError(f"there is no file or folder {source}{other}")
+    if not source.resolve().parents:
+        raise ValueError(f"{source} holds the whole system: name the folder of the texts in it")
 
     def chosen(entry: Entry) -> bool:
         inside = entry.path.relative_to(source)

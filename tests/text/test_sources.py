@@ -88,6 +88,8 @@ def test_an_empty_folder_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "pipe").unlink()
     with pytest.raises(FileNotFoundError, match="absent"):
         files(tmp_path / "absent")
+    with pytest.raises(ValueError, match="^/ holds the whole system: name the folder of the texts in it$"):
+        files("/")
     (tmp_path / "a.png").write_bytes(b"x\0")
     with pytest.raises(ValueError, match="a.png: its name must end in .txt .*, an ending of code"):
         files(tmp_path / "a.png")
