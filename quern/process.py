@@ -227,7 +227,8 @@ def waiting(
             if time.monotonic() - since[0] >= SILENT_SECONDS:
                 end = time.localtime(time.time() + (seconds or 0) - SILENT_SECONDS)
                 limit = "without a time limit" if seconds is None else f"until {time.strftime('%H:%M:%S', end)}"
-                log(f"waiting for {whom if isinstance(whom, str) else whom()}, {limit}")
+                with suppress(OSError):  # the body's next line tells why
+                    log(f"waiting for {whom if isinstance(whom, str) else whom()}, {limit}")
                 return
 
     threading.Thread(target=watch, name="waiting", daemon=True).start()

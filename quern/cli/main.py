@@ -1,9 +1,8 @@
 """The command line: a verb, a recipe's name or file, and the recipe's fields as flags.
 
 The flags are the fields of dataclasses (options.py, or the file of the stage). A user error is printed as one
-line, without a traceback, unless the disk of the output is full. Ctrl-C during imports is one line too. The exit codes
-are those of `train/guard.py`; 1 for an error; 2 for an unknown verb; 130 after Ctrl-C; 141 where nobody reads the
-output.
+line, without a traceback. Ctrl-C during imports is one line too. The exit codes are those of `train/guard.py`; 1 for an
+error; 2 for an unknown verb; 130 after Ctrl-C; 141 where nobody reads the output.
 """
 
 from __future__ import annotations
@@ -48,10 +47,8 @@ def run(arguments: list[str] | None) -> int:
         finally:  # at the latest here, and not while Python shuts down, the error of a closed pipe is raised
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
-    except BrokenPipeError:  # the reader has closed the pipe, as in `quern --help | head -1`
-        if not discard_unread():
-            raise
-        return EXIT_UNREAD
+    except OSError as error:  # of a stream, such as that of a full disk
+        return _told(error, "quern")
 
 
 def interrupted(number: int) -> KeyboardInterrupt:
@@ -115,14 +112,19 @@ def run_verb(arguments: list[str]) -> int:
             log(then)
         return code
     except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
-        if isinstance(error, BrokenPipeError) and discard_unread():
-            return EXIT_UNREAD
-        from quern.temporaries import plainly
+        return _told(error, f"quern {verb}")
 
-        if environment().get("QUERN_TRACEBACK"):
-            raise
-        print(f"quern {verb}: {' '.join(plainly(error).split())}", file=sys.stderr)
-        return 1
+
+def _told(error: Exception, command: str) -> int:
+    """Prints an error as one line, and returns the exit code."""
+    if isinstance(error, BrokenPipeError) and discard_unread():  # the reader has gone, as in `quern --help | head -1`
+        return EXIT_UNREAD
+    from quern.temporaries import plainly
+
+    if environment().get("QUERN_TRACEBACK"):
+        raise error
+    print(f"{command}: {' '.join(plainly(error).split())}", file=sys.stderr)
+    return 1
 
 
 def _expanded(argument: str) -> str:

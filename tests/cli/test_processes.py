@@ -112,6 +112,18 @@ def test_closed_streams_are_nowhere_and_no_file_gets_their_numbers(tmp_path: Pat
     assert int((tmp_path / "file").read_text(encoding="utf-8")) > 2
 
 
+def test_a_full_disk_of_the_output_is_one_line() -> None:
+    """Also where the first line is written by the thread that tells of a wait."""
+    waits = "process.SILENT_SECONDS = 0\nwith process.waiting('a', log=print):\n    time.sleep(0.2)\n"
+    script = f"import sys, time\nfrom quern import process\nfrom quern.cli.main import main\n{waits}sys.exit(main())"
+    for arguments, verb in (["--version"], ""), (["lab", "--help"], " lab"):
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            command = [sys.executable, "-u", "-c", script, *arguments]
+            done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        told = f"quern{verb}: No space left on device: make room there, or choose another place\n"
+        assert (done.returncode, done.stderr) == (1, told)
+
+
 UNAWAITED = """
 import sys, threading, torch
 from quern import process
