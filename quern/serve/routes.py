@@ -52,6 +52,7 @@ SMALL_BYTES = 1 << 12
 """A body up to this size is decoded at once; a larger one between two steps of the engine."""
 LONG_BYTES = 1 << 16
 """The texts of a larger body are encoded in a thread of their own: a word of a megabyte takes a second."""
+TOO_LARGE = "request_too_large"
 MOST_NAMES, NAME_CHARACTERS = 20, 80
 """The most ignored fields that the header names, and the most characters of each name."""
 WEB = Path(__file__).parent / "web"
@@ -315,11 +316,13 @@ async def read_body(http: Request) -> bytes:
         async for chunk in http.stream():
             body += chunk
             if len(body) > MAX_BODY_BYTES:
-                raise ApiError(f"The body is larger than {MAX_BODY_BYTES:,} bytes: shorten the messages.", status=413)
+                message = f"The body is larger than {MAX_BODY_BYTES:,} bytes: shorten the messages."
+                raise ApiError(message, status=413, code=TOO_LARGE)
     except ClientDisconnect:  # no failure of the server, whose log would have a traceback; nobody reads the answer
         raise ApiError("The client left before the end of its body.", status=499) from None
     if marks(body) > MAX_MARKS:
-        raise ApiError(f"The body has more than {MAX_MARKS:,} objects, lists, fields and strings: shorten it.")
+        message = f"The body has more than {MAX_MARKS:,} objects, lists, fields and strings: shorten it."
+        raise ApiError(message, code=TOO_LARGE)
     return bytes(body)
 
 

@@ -155,7 +155,8 @@ async function finish(conversation, { node, tokens, plan }, trouble) {
   views.get(node.id)?.update(true);
   draw();
   if (trouble?.canShorten) {
-    const told = `The conversation takes ${trouble.promptTokens} tokens; the model's context holds ${trouble.context}.`;
+    const counted = `takes ${trouble.promptTokens} tokens; the model's context holds ${trouble.context}`;
+    const told = `The conversation ${trouble.context === null ? "is too long for one request" : counted}.`;
     ui.problem(told, () => { conversation.shortened = true; retry(); }, "Leave out the oldest messages");
   } else if (trouble !== null) ui.problem(explain(trouble), empty ? retry : null);
   else if (empty && !conversation.nodes[node.id]) ui.problem("Stopped before the reply began.", retry);

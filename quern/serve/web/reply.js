@@ -4,9 +4,10 @@
 
 import { ApiError, events, post, readToken, tokenize } from "./api.js";
 import { sampling, settings } from "./settings.js";
-import { documentOf, messagesOf } from "./tree.js";
+import { documentOf, messagesOf, path } from "./tree.js";
 
 const ROOM = 0.75; // of the context, that a conversation which was too long may take
+const TOO_LONG = ["context_length_exceeded", "request_too_large"]; // the server's codes
 const CUT = { text: "skipped", chat: "cut" }; // the field of a node that counts the tokens which its prompt left out
 
 export class Reply {
@@ -98,10 +99,14 @@ export class Reply {
     return post("/v1/completions", { ...body, prompt: without(ids, cut) }, signal);
   }
 
-  /** Where the user has agreed to it, leaves out the oldest exchanges while the server finds the messages too long. */
+  /**
+   * Where the user has agreed to it, leaves out the oldest exchanges while the server finds the messages too long, and
+   * from the start those that the model's reply before left out: the server keeps what it read of a prompt that goes on.
+   */
   async fit(messages, send) {
     const system = messages[0].role === "system" ? 1 : 0;
-    let skipped = 0;
+    const before = path(this.conversation, this.node.parent).findLast((node) => node.model === this.model);
+    let skipped = (this.conversation.shortened && before?.skipped) || 0;
     for (;;) {
       const shorter = [...messages.slice(0, system), ...messages.slice(system + skipped)];
       try {
@@ -110,12 +115,12 @@ export class Reply {
         return response;
       } catch (error) {
         const left = shorter.length - system;
-        if (error.code !== "context_length_exceeded" || left < 3) throw error;
+        if (!TOO_LONG.includes(error.code) || left < 3) throw error;
         error.canShorten = !this.conversation.shortened;
         if (error.canShorten) throw error;
         const size = (message) => message.content.length + 20;
         const total = shorter.reduce((sum, message) => sum + size(message), 0);
-        const target = total * Math.min(1, (ROOM * error.context) / error.promptTokens);
+        const target = total * (error.context === null ? 0.5 : Math.min(1, (ROOM * error.context) / error.promptTokens));
         let now = total;
         for (let dropped = 0; dropped + 2 < left && now > target; dropped += 2, skipped += 2) {
           now -= size(shorter[system + dropped]) + size(shorter[system + dropped + 1]);
