@@ -97,3 +97,8 @@ def test_a_long_conversation_opens_in_time_and_goes_on(browser: Chrome) -> None:
         browser.problems.clear()  # the 400s
         page.ask("and then?")
         assert len({*page.texts(".note")}) == 1 and page.count(".note") == 2 and not browser.problems
+        page.click(".message:nth-last-child(12) [aria-label='Edit']")
+        page.run("new Promise((done) => setTimeout(() => done(1), 300))")
+        place = "document.querySelector(box).getBoundingClientRect().toJSON()"
+        view, field = page.run(f"['#conversation', '.edit textarea'].map((box) => {place})")
+        assert view["top"] <= field["top"] < field["bottom"] <= view["bottom"], "it stays in view"

@@ -136,8 +136,8 @@ function prepareFollowing() {
 
 const isNearEnd = (view) => view.scrollHeight - view.scrollTop - view.clientHeight < NEAR;
 
-/** Scrolls to the end if the reader is there or it is asked for; false: stays, from now on. */
-export function follow(asked = following) {
+/** Scrolls to the end if the reader is there, and edits no message, or it is asked for; false: stays, from now on. */
+export function follow(asked = following && !document.activeElement?.closest(".edit")) {
   following = asked;
   const view = byId("conversation");
   if (following) view.scrollTop = view.scrollHeight;
