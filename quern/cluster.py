@@ -7,15 +7,19 @@ import logging
 import socket
 from typing import Any
 
+from quern.process import environment, set_child_env
 from quern.validate import extra
 
 SECONDS_TO_CONNECT = 10
 SECONDS_TO_START = 120
 """How long actors may wait for room in the cluster."""
+RAY_WAITS = {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_py_gcs_connect_timeout_s": str(SECONDS_TO_CONNECT)}
+"""Variables that Ray reads at its import. Without them it tries for a quarter of an hour to reach a lost cluster."""
 
 
 def ray_module() -> Any:
     """Ray, imported when it is first needed. Raises ImportError with the command that installs it."""
+    set_child_env({**RAY_WAITS, **environment()})
     with extra("ray", "a Ray cluster needs an extra package"):
         return importlib.import_module("ray")
 
@@ -25,7 +29,7 @@ def connect(address: str) -> None:
     without it."""
     ray = ray_module()
     try:
-        if address != "auto":  # Ray itself would wait for minutes
+        if address != "auto":  # Ray itself would wait longer
             host, _, port = address.rpartition(":")
             if not (host and port.isdecimal()) or "/" in address:
                 raise ValueError("it is neither auto nor HOST:PORT")

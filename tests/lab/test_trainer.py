@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -265,3 +267,8 @@ def test_an_address_without_a_cluster_is_refused() -> None:
     for address in ("127.0.0.1:1", "localhost", "ray://127.0.0.1:10001"):
         with pytest.raises(ValueError, match=f"no Ray cluster at {address} .*ray start --head"):
             connect(address)
+    code = "from quern.cluster import connect; connect('auto')"  # a process of its own: Ray reads its waits once
+    gone = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}, capture_output=True, timeout=60
+    )
+    assert b"there is no Ray cluster at auto (Failed to connect" in gone.stderr
