@@ -521,10 +521,12 @@ def test_every_arm_tunes_the_same_multiples_on_seeds_of_their_own(tmp_path: Path
         for seed, data_seed in seeds:
             trained.setdefault((arm.name, rate), set()).add(seed)
             bpb = 2.0 + np.log(rate / best[arm.name]) ** 2 + 0.001 * np.sin(9 * seed + len(arm.name))
-            yield Trial(arm.name, 10, seed, data_seed, 10, 1e13, 1.0, bpb, 1.0, {}, ())
+            size = SIZES[RUNG_OF[arm.recipe.model.width]]
+            yield Trial(arm.name, 10, seed, data_seed, 10, size, size / 1e11, bpb)
 
     start(study, arms, train, ["idea"])
     assert {arm: chosen(study, arm) for arm in best} == best
+    assert "matrix_lr, chosen for each arm: base 0.02, idea 0.04" in report.study_lines(study)
     assert {rate for arm, rate in trained if arm == "idea"} == {0.01, 0.014, 0.02, 0.028, 0.04}
     assert trained["idea", 0.01] == set(TUNE_SEEDS) and set(range(3)) <= trained["idea", 0.04]
     # Seeds that chose the value would favour the arm that they chose it for.

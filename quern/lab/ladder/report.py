@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from quern.lab.ladder.study import Comparison
-from quern.lab.ladder.work import TUNE_SEEDS, base_scores, finished, judged, judged_trials, proxy_line
+from quern.lab.ladder.work import TUNE_SEEDS, base_scores, chosen, finished, judged, judged_trials, proxy_line
 from quern.lab.verdict import FIRST_LOOK, Finding, Floats, Judgement, reach
 from quern.records import strict
 from quern.temporaries import write_whole
@@ -267,6 +267,8 @@ Table = tuple[str, list[str], tuple[str, ...], list[list[str]]]
 def study_tables(study: Comparison) -> list[Table]:
     """Titled tables of a study: multipliers with their course, verdicts by rung, the test of the predictions."""
     found, judgements = rows(study), judgements_of(study)
+    values = {arm: chosen(study, arm) for arm in study.arms}
+    told_values = ", ".join(f"{arm} {value:g}" for arm, value in values.items() if value is not None)
     tables: list[Table] = []
     if found and len(judgements) > 1:
         head = ("idea", *(f"rung {rung}" for rung in judgements), "from rung to rung", "trend")
@@ -291,6 +293,7 @@ def study_tables(study: Comparison) -> list[Table]:
         middle, hours = statistics.median(spent), sum(spent) / 3600
         cost = f"{counted(len(spent), 'run')}, median {middle:,.0f} s, in all {hours:.1f} h"
         lines = [proxy_line(study, rung), noise, cost]
+        lines += [f"{study.plan.tune}, chosen for each arm: {told_values}"] if told_values else []
         lines += [f"could not be trained: {', '.join(failed)}"] if failed else []
         body = [
             [row.idea, str(one.pairs), signed(one.difference), interval(one), one.verdict]
