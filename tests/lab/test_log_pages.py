@@ -37,6 +37,8 @@ def publish(out: Path, project: Path, name: str) -> tuple[str, dict[Path, str]]:
     run(LogOptions(folder=project), lambda line: None)
     assert texts(project) == files, "made again, they are the same"
     assert not any("/private/" in text for text in files.values())
+    links = re.findall(r"\]\(([^)]+)\)", files[project / "experiments" / "LOG.md"])
+    assert links and all((project / "experiments" / link).is_file() for link in links)
     return files[project / "docs" / "experiments" / f"{name}.md"], files
 
 

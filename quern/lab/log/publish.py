@@ -35,9 +35,9 @@ KINDS: tuple[tuple[Sequence[str], Callable[[Path], Page]], ...] = (
 INTRODUCTION = (
     "# The experiment log\n",
     "In a comparison, each row is an idea against the baseline of its study, over paired seeds. Differences are in "
-    "bits per byte of held-out text: below 0 the idea is better ([how a verdict is reached](../docs/statistics.md)). A "
-    "multiplier of 1.08 says that the baseline needs 8 % more compute ([the ladder](../docs/ladder.md)); its interval "
-    "is a plain one of 95 %, for one idea and one look, so it may exclude 1 where the verdict is still undecided.\n",
+    "bits per byte of held-out text: below 0 the idea is better. A multiplier of 1.08 says that the baseline needs 8 % "
+    "more compute; its interval is a plain one of 95 %, for one idea and one look, so it may exclude 1 where the "
+    "verdict is still undecided. docs/statistics.md and docs/ladder.md of quern explain both.\n",
 )
 
 
