@@ -25,7 +25,7 @@ from quern.terminal import duration, grid, human_size
 
 Log = Callable[[str], None]
 HEAD = ("name", "stages", "weights", "size", "text", "bits/byte", "age", "")
-ALIGNED_LEFT = 2
+ALIGNED_LEFT, WIDE_CELL = 2, 40
 NONE = "–"
 SHOWN = (STAGES[0], "grug", *STAGES[1:])
 """All stages; the first two train a base model, in PyTorch and in JAX."""
@@ -184,7 +184,10 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
     fields = [name for name in ChainMap(*known) if any(one.get(name) != known[0].get(name) for one in known)]
     if fields:
         log("fields of the recipe that differ:")
-        for line in grid(["", *names], [[name, *(str(one.get(name, NONE)) for one in recipes)] for name in fields], 1):
+        rows = [[name, *(str(one.get(name, NONE)).replace("\n", ", ") for one in recipes)] for name in fields]
+        wide = [row for row in rows if max(map(len, row)) > WIDE_CELL]
+        table_lines = grid(["", *names], [row for row in rows if row not in wide], 1)
+        for line in [*table_lines, *(f"  {name}: {' | '.join(values)}" for name, *values in wide)]:
             log(line)
     for other in names[1:]:
         if any(name.endswith("/grug") for name in (names[0], other)):
@@ -199,9 +202,9 @@ def compare_answers(first: str, second: str, out: Path, log: Log) -> None:
     """Logs the scores of two models, item by item, and appends them to the first run's comparisons.jsonl.
 
     first, second: RUN or RUN/STAGE; without a stage, the last one of which both have answers. Raises
-    FileNotFoundError for a model without answers, ValueError for one model or for different questions.
+    FileNotFoundError for a model without answers, ValueError for one model or where no task has the same questions.
     """
-    from quern.eval.answers import compare, read_answers  # late: they need NumPy
+    from quern.eval.answers import Comparison, compare, read_answers  # late: they need NumPy
 
     (one, _, stage), (other, _, of_stage) = first.partition("/"), second.partition("/")
     run, other = RunDir(out, one), RunDir(out, other)
@@ -224,7 +227,14 @@ def compare_answers(first: str, second: str, out: Path, log: Log) -> None:
     if not shared:
         raise ValueError(f"the runs share no task: evaluate both with the same --tasks (there: {', '.join(there)})")
     names = (f"{run.run}/{stage}", f"{other.run}/{of_stage}")
-    done = [compare(task, found[0][task], found[1][task], names) for task in shared]
+    done, refused = list[Comparison](), list[str]()
+    for task in shared:
+        try:
+            done.append(compare(task, found[0][task], found[1][task], names))
+        except ValueError as error:  # such as another --limit
+            refused.append(str(error))
+    if not done:
+        raise ValueError(refused[0])
     head = ["task", "items", *names, "difference, 95 %", "only first", "only second", "p (McNemar)"]
     rows = [
         [
@@ -236,6 +246,7 @@ def compare_answers(first: str, second: str, out: Path, log: Log) -> None:
     ]
     for line in grid(head, rows):
         log(line)
-    if left := [task for task in there if task not in shared]:
-        log(f"not compared: {', '.join(left)}")
+    left = [task for task in there if task not in shared]
+    for line in filter(None, [", ".join(left), *refused]):
+        log(f"not compared: {line}")
     run.append("comparisons.jsonl", [{"first": names[0], "second": names[1], **asdict(one)} for one in done])

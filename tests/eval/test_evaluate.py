@@ -260,6 +260,13 @@ def test_the_command_compares_runs_and_stages(out: Path, capsys: pytest.CaptureF
     chosen, copa = by_task["capitals/chosen"], by_task["core/copa"]
     assert chosen["only_first"] + chosen["only_second"] == 4 == chosen["count"]
     assert copa["count"] == 9 and copa["p"] == 1.0 and copa["only_first"] == copa["only_second"] == 0
+    fewer = answers(out, "second").read_text("utf-8").splitlines(keepends=True)[:-1]  # as with another --limit
+    answers(out, "second").write_text("".join(fewer), "utf-8")
+    assert main.main([*runs, "first", "second"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "not compared: core/copa: 1 items only of first/pretrain: evaluate" in printed and "capitals/named" in printed
+    )
     answers(out, "second").unlink()
     assert main.main([*runs, "first", "second/pretrain"]) == 0
     assert "not compared: core/copa" in capsys.readouterr().out

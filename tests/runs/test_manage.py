@@ -136,6 +136,11 @@ def test_compared_runs_show_what_differs(mine: RunDir, runs: Told) -> None:
     lines = runs("compare", "mine", "older").splitlines()
     assert [line.split() for line in lines if line.strip().startswith("depth")] == [["depth", "4", "6"]]
     assert not any("optim.eps" in line for line in lines)
+    mine.write("pretrain/recipe.json", {"depth": 4, "data": "texts/a\n" + "b" * 99})
+    lines = runs("compare", "mine", "older").splitlines()
+    assert f"  data: texts/a, {'b' * 99} | –" in lines and max(map(len, lines[4:6])) < 40, (
+        "one long field widens no row"
+    )
     mine.write("pretrain/recipe.json", {"depth": 4, "optim": {"eps": 1.0}, "train": {"clip_norm": 1.0}})
     for first, second, cells in (("mine", "older", "1.0 –"), ("older", "mine", "– 1.0")):
         assert f"train.clip_norm {cells}" in " ".join(runs("compare", first, second).split()), "set in one of them"
