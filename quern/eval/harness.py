@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quern.eval.likelihood import Example, fit, score_examples
-from quern.eval.score import Score, interval
+from quern.eval.score import Score, interval, wilson
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY, Sampling
 from quern.machine import Machine, detect
@@ -33,6 +34,8 @@ Pair = tuple[Any, list[int], list[int]]
 """A request as lm-eval encodes it: its texts or None, the ids of the context, the ids of the continuation."""
 MAX_TOKENS = 256
 """The length of a generated answer whose task names no number; lm-eval's default."""
+SHARES = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match")
+"""Metrics that are a share of right answers; some tasks count an answer as partly right."""
 
 
 class LM(TemplateLM):
@@ -191,7 +194,10 @@ def run_harness(
             if not kind or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
             error = values.get(f"{metric}_stderr,{kind}")
-            ends = interval(value, error) if isinstance(error, float) else (None, None)
+            limits = (0.0, 1.0) if metric in SHARES else (-math.inf, math.inf)
+            ends = interval(value, error, *limits) if isinstance(error, float) else (None, None)
+            if metric in SHARES and count and math.isclose(value * count, round(value * count)):
+                ends = wilson(round(value * count), count)
             shots = int(results.get("n-shot", {}).get(task, 0))
             label = metric if kind == "none" else f"{metric} ({kind})"
             scores.append(Score(f"lm-eval/{task}", label, float(value), *ends, count, None, shots=shots))

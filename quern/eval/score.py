@@ -109,7 +109,7 @@ def mean_score(name: str, parts: Sequence[tuple[Score, float]]) -> Score:
         return Score(name, "centred accuracy", None, None, None, 0, None)
     mean = sum((p - base) / (1 - base) for p, _, base in known) / len(known)
     error = math.sqrt(sum(p * (1 - p) / count / (1 - base) ** 2 for p, count, base in known)) / len(known)
-    return Score(name, "centred accuracy", mean, *interval(mean, error), sum(count for _, count, _ in known), 0.0)
+    return Score(name, "centred accuracy", mean, *interval(mean, error, most=1.0), sum(n for _, n, _ in known), 0.0)
 
 
 def suite_score(

@@ -75,6 +75,7 @@ def test_a_mean_of_tasks_without_a_right_answer_has_no_interval():
     none, half = accuracy("a", [False] * 20, [0.0] * 20), accuracy("b", [True, False] * 10, [0.0] * 20)
     alone, both = mean_score("mean", [(none, 0.0), (none, 0.0)]), mean_score("mean", [(none, 0.0), (half, 0.25)])
     assert (alone.value, alone.low, alone.high) == (0.0, None, None)
+    assert mean_score("mean", [(accuracy("c", [True] * 9 + [False], [0.0] * 10), 0.0)]).high == 1.0
     error = (0.25 / 20) ** 0.5 / 0.75 / 2
     assert (both.low, both.high) == pytest.approx((1 / 6 - 1.959964 * error, 1 / 6 + 1.959964 * error))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quern.eval.score import wilson
 from quern.model.gpt import GPT
 from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE
@@ -130,7 +131,9 @@ def test_a_task_from_a_file_gives_scores(loaded: LoadedModel, tmp_path: Path, ca
     assert "overrides existing task" not in caplog.text  # of the folder, read once for each file
     scores = run_harness(loaded, CPU, manager, names[:1], limit=4)
     assert {(score.task, score.metric, score.count) for score in scores} >= {("lm-eval/mill", "acc", 4)}
-    assert all(score.value is not None and 0 <= score.value <= 1 for score in scores)
+    for score in scores:
+        assert score.value is not None
+        assert (score.low, score.high) == wilson(round(4 * score.value), 4), score.metric
     with pytest.raises(ValueError, match="there is no file .*none.yaml"):
         find_harness_tasks(["none.yaml"])
     with pytest.raises(ValueError, match="lm-eval has no task 'mi'"):
