@@ -158,6 +158,7 @@ def _training(run: RunRecords) -> Iterable[Group]:
             ("tokens", stage.last("tokens"), number),
             ("FLOPs", stage.last("flops"), human_flops),
             ("last loss", stage.last("loss"), number),
+            ("last validation loss", stage.last("val_loss"), number),
             ("time in training steps", stage.last("seconds"), duration),
         )
         # The length is reported as trained, not as planned.

@@ -65,7 +65,7 @@ def test_everything_is_there(full):
     for text in (markdown.replace("\\", ""), page.text):
         for expected in (
             "9,437,184", "464 TFLOP", "12,288,000", "99.9%", "2.3%", "24 MB", "4.629", "a94a8fe5",
-            "architecture",  # trained, on what
+            "architecture", "last validation loss",  # trained, on what
             "Pretraining", "Fine-tuning", "16K", "the gradient is not finite", "SIGTERM",
             "Model FLOPs utilisation", "resume", "save ×4", "tinyworld/word_problems", "1,001,346", "9b74c9897bac770f",
             "Mira the otter", "27+48", "Odo is a heron.",
