@@ -19,9 +19,11 @@ import queue
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -42,6 +44,8 @@ gc.set_threshold(10_000)
 atexit.register(gc.freeze)
 
 LAST_LINES = 5
+INSTALLED = (str(Path(quern.__file__).parent), sysconfig.get_path("stdlib"), "<")
+"""How the names of files begin that are Python's and quern's own; those of packages are in site-packages."""
 
 
 def environment() -> Mapping[str, str]:
@@ -61,6 +65,14 @@ def number_of(variable: str, default: int) -> int:
 def set_child_env(values: Mapping[str, str]) -> None:
     """Sets variables for the processes that this one will start, and for libraries that it imports later."""
     os.environ.update(values)
+
+
+def own_place(error: BaseException) -> str:
+    """Returns "FILE, line N: " for the last line of an error that is in a user's file, as an idea's; "" for none."""
+    frames = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)]
+    frames += [(error.filename or "<", error.lineno)] if isinstance(error, SyntaxError) else []
+    own = [one for one in frames if not one[0].startswith(INSTALLED) and "site-packages" not in one[0]]
+    return "{}, line {}: ".format(*own[-1]) if own else ""
 
 
 class Child:
@@ -139,7 +151,7 @@ def replying() -> Iterator[Callable[[Any], None]]:
     try:
         yield reply
     except Exception as error:
-        reply({"error": f"{type(error).__name__}: {error}"})
+        reply({"error": f"{own_place(error)}{type(error).__name__}: {error}"})
         sys.exit(1)
 
 

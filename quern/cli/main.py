@@ -16,7 +16,9 @@ import sys
 import threading
 
 from quern import __version__
-from quern.process import UNAWAITED, environment, prompt_signals  # sets what PyTorch reads when it is imported
+
+# It also sets what PyTorch reads when it is imported.
+from quern.process import UNAWAITED, environment, own_place, prompt_signals
 
 INTERRUPTED = "interrupted"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -123,7 +125,7 @@ def _told(error: Exception, command: str) -> int:
 
     if environment().get("QUERN_TRACEBACK"):
         raise error
-    print(f"{command}: {' '.join(plainly(error).split())}", file=sys.stderr)
+    print(f"{command}: {own_place(error)}{' '.join(plainly(error).split())}", file=sys.stderr)
     return 1
 
 

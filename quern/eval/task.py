@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from quern.flags.recipe_file import read_object
 from quern.generate.sandbox import SandboxError
+from quern.process import own_place
 from quern.recipe import Resolved
 from quern.text.chat import Message
 from quern.text.clean.steps import Passages
@@ -132,7 +133,7 @@ def own_code(function: str, again: str = "evaluate again") -> Iterator[None]:
     except SandboxError:
         raise
     except Exception as error:
-        what = f"{function} fails with {type(error).__name__}: {error}"
+        what = f"{own_place(error)}{function} fails with {type(error).__name__}: {error}"
         raise ValueError(f"{what}; correct it and {again}") from error
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os.path
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.machinery import PathFinder
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from quern.process import own_place
 from quern.recipe import Made, Recipe
 from quern.validate import check
 
@@ -53,7 +53,7 @@ def read_object(path: Path, constant: str, kind: type[T], name: str | None = Non
         text = path.read_text(encoding="utf-8-sig")
         exec(compile(text, path, "exec", dont_inherit=True), vars(module))  # noqa: S102
     except Exception as error:  # the file's code can raise anything
-        raise ValueError(f"{_place(path, error)}: {type(error).__name__}: {_reason(error)}") from error
+        raise ValueError(f"{own_place(error) or f'{path}: '}{type(error).__name__}: {_reason(error)}") from error
     found = getattr(module, constant, None)
     if not isinstance(found, kind):
         raise ValueError(f"{path} does not end in {constant} = … (a {kind.__module__}.{kind.__name__})")
@@ -65,15 +65,6 @@ def _free_name(path: Path) -> str:
     found = PathFinder.find_spec(path.stem)
     other = found is not None and found.origin not in (None, str(path.resolve()))
     return f"{path.stem}_recipe" if other or path.stem in sys.stdlib_module_names else path.stem
-
-
-def _place(path: Path, error: Exception) -> str:
-    """The file, and the line at which the error occurred."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).name == path.name]
-    if isinstance(error, SyntaxError) and Path(error.filename or "").name == path.name:
-        lines.append(error.lineno)
-    return f"{path}, line {lines[-1]}" if lines and lines[-1] else str(path)
 
 
 def _reason(error: Exception) -> str:

@@ -172,6 +172,13 @@ def test_a_comparison_from_the_command_line(
     long, idea = Path("my long.py"), Path("idea.py").read_text("utf-8")
     long.write_text(f"{idea}RECIPE = replace(RECIPE, train=replace(GPT.train, minutes=1))\n", "utf-8")
     assert "comparable: leave out train.minutes" in refused("compare", "base.py", long)
+    broken = "def odd(*_):\n    raise ValueError('odd')\nRECIPE = replace(RECIPE, make_batches=odd)\n"
+    long.write_text(f"{idea}{broken}", "utf-8")
+    tiny = (
+        "--no-compile --dtype fp32 --threads 1 --device cpu --depth 1 --text.vocab-size 300 --text.val-megabytes 0.004"
+    )
+    said = told("pretrain", long, *tiny.split(), "--train.steps", "4", "--data", text, code=1)
+    assert said.endswith("quern pretrain: my long.py, line 5: odd\n")
     long.write_text(idea, "utf-8")
     assert "'base-my long': give --study letters" in refused("compare", "base.py", long)
     assert "a rung sets depth, model.context" in refused(*given, "--ladder")

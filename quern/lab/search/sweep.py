@@ -37,7 +37,7 @@ from quern.lab.search.space import Space, apply, distributions, point, read_spac
 from quern.lab.study import Study
 from quern.lab.trainer import Point, Trainer
 from quern.lab.verdict import WORST, score
-from quern.process import end_with_parent, environment
+from quern.process import end_with_parent, environment, own_place
 from quern.recipe import Recipe
 from quern.records import read_lines
 from quern.resolve import resolve
@@ -252,7 +252,7 @@ class Trial:
         except OSError:  # of the disk: the values are not the reason
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{own_place(error)}{type(error).__name__}: {error}"
             self.sweep.add(RUNNING, {"trial": self.number, "failure": reason})
             if self.begun.failures < MOST_FAILURES:
                 log(f"trial {self.number} failed: {reason}")
