@@ -233,10 +233,10 @@ def test_a_trial_that_fails_again_is_finished_and_blocks_no_other(tmp_path: Path
     assert len(trials) == 4 and set(results["outcomes"]) <= {"failed", "finished", "pruned"}
     failed = next(one for one in trials if one["outcome"] == "failed")
     assert (failed["bpb"], failed["values"]["optim.matrix_lr"], failed["runs"]) == (WORST, 0.02, [])
-    assert failed["reason"] == "ZeroDivisionError: the rule divides by the rate - 0.02"
+    assert failed["reason"].endswith(": ZeroDivisionError: the rule divides by the rate - 0.02")
     assert failed["baseline"]  # also as the second try
     assert results["against_baseline"] is None and results["best"]["outcome"] == "finished"
-    assert any("8.0000 bits per byte, failed (ZeroDivisionError: the rule" in line for line in lines)
+    assert any("8.0000 bits per byte, failed (" in line and "ZeroDivisionError: the" in line for line in lines)
 
 
 def test_a_sweep_that_is_killed_and_ends_with_two_workers_loses_and_repeats_no_trial(
