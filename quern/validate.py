@@ -104,6 +104,12 @@ def check(recipe: Recipe) -> None:
         _refuse(value is not None and not value.strip(), f"{name} is empty: name a file, a folder or a data set")
         _refuse("" in (value or "x").split("\n"), f"{name} has an empty name among others: leave it out")
     _check_sources(recipe)
+    windows, head_dim = recipe.model.windows, recipe.model.head_dim
+    _refuse(
+        windows is not None and (set(windows) - set("SL") != set() or not windows),
+        f"model.windows is a pattern of S (short) and L (long), such as SSSL, not '{windows}'",
+    )
+    _refuse(bool(head_dim and head_dim % 2), f"model.head-dim must be even for rotary embeddings, not {head_dim}")
     _refuse(recipe.text.separator == "", "text.separator is empty: give the mark that ends a document")
     _refuse(
         not is_encoding(recipe.text.encoding),
@@ -192,11 +198,6 @@ def _check_sources(recipe: Recipe) -> None:
 
 def check_shape(model: ResolvedModel) -> None:
     """Checks how the numbers of a resolved model depend on each other."""
-    _refuse(
-        set(model.windows) - set("SL") != set() or not model.windows,
-        f"model.windows is a pattern of S (short) and L (long), such as SSSL, not '{model.windows}'",
-    )
-    _refuse(model.head_dim % 2 != 0, f"model.head-dim must be even for rotary embeddings, not {model.head_dim}")
     _refuse(
         model.key_offset and model.head_dim % 4 != 0,
         f"model.key-offset shifts quarters of a head: model.head-dim must be a multiple of 4, not {model.head_dim}",

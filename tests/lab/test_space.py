@@ -42,6 +42,8 @@ def test_an_entry_sets_its_field(entry: str) -> None:
 
 REFUSED = {
     "optim.matrix-lr": "'optim.matrix-lr' has no values: write optim.matrix-lr=0.005..0.08:log",
+    "model.windows=SSSL,X": "model.windows is a pattern of S (short) and L (long), such as SSSL, not 'X'",
+    "model.head-dim=7,8": "model.head-dim must be even for rotary embeddings, not 7",
     "optim.matrix-lr=0.1..0.01": "its low end must be below its high end",
     "optim.matrix-lr=0..0.1:log": "with :log both ends must be above 0",
     "optim.matrix-lr=0.01..0.1:lin": "LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP, in numbers",
