@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from tests.lab import test_scaling, test_sweep
 from tests.lab.sweep_worker import RECIPE
 from tests.lab.sweep_worker import FakeTrainer as SweepTrainer
 from tests.support.tiny_model import CPU
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 def publish(out: Path, project: Path, name: str) -> tuple[str, dict[Path, str]]:
@@ -237,8 +240,20 @@ def test_the_verdict_with_the_most_pairs_on_a_rung_counts(
     assert f"Verdict: {verdict}\n" in found[idea] and found[index].endswith(f"| {short} |\n")
 
 
+@pytest.mark.parametrize(("more", "aside"), [("--text.val-megabytes 0.25", False), ("--text.digits 1", True)])
+def test_flags_of_the_text_alone_change_no_baseline(tmp_path: Path, more: str, aside: bool) -> None:
+    """The fingerprint of the text tells them."""
+    folder = tmp_path / "experiments" / "records" / "ladder"
+    shutil.copytree(EXPERIMENTS / "records" / "ladder", folder)
+    shutil.copy(EXPERIMENTS / "baseline.py", tmp_path / "experiments")
+    plan = json.loads((folder / "study.json").read_text("utf-8"))
+    plan["facts"]["command"] += f" {more}"
+    (folder / "study.json").write_text(json.dumps(plan), "utf-8")
+    assert ComparisonPage(Comparison(folder)).aside == aside
+
+
 def test_a_baseline_that_flags_changed_gives_no_verdicts_to_ideas() -> None:
-    records = Path(__file__).parents[2] / "experiments" / "records"
+    records = EXPERIMENTS / "records"
     assert "double_rate" in (ladder := ComparisonPage(Comparison(records / "ladder")).page()).verdicts
     known = [line for line in ladder.files["ladder.md"].splitlines() if line.startswith("## Known answers")]
     assert known == ["## Known answers on rung 0", "## Known answers on rung 1"], "the rungs that decided one of them"

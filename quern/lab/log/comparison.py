@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import dropwhile
 from typing import Any
@@ -20,7 +20,7 @@ from quern.lab.ladder.report import Row, calibration, interval, known_answers, r
 from quern.lab.ladder.study import Comparison, at_rung, numbers
 from quern.lab.ladder.work import judged
 from quern.lab.log.pages import GREY, HEADER, STYLE, Page, Verdict, repeat, table
-from quern.lab.options import CompareOptions
+from quern.lab.options import OF_TEXT, CompareOptions
 from quern.lab.study import data_names
 from quern.lab.verdict import Finding
 from quern.recipe import Resolved
@@ -61,7 +61,10 @@ class ComparisonPage:
         try:
             file = self.study.folder.parents[2] / words[0]  # of the project that has experiments/records/STUDY
             base = load_recipe(str(file) if file.is_file() else words[0])[0]
-            recipe = parse(CompareOptions, base, Arguments(flags if flagged else ()), verb="lab compare").recipe
+            recipe = parse(CompareOptions, base, Arguments(flags), verb="lab compare").recipe
+            if not flagged:  # the fingerprint of the text tells the fields that decide it
+                names = [name.removeprefix("text.") for name in OF_TEXT.split() if name.startswith("text.")]
+                recipe = replace(base, text=replace(base.text, **{name: getattr(recipe.text, name) for name in names}))
             sized = {rung: at_rung(recipe, plan.rungs[str(rung)]) for rung in self.rungs}
             return {rung: (numbers(one), resolve(one)) for rung, one in sized.items()}
         except (ValueError, IndexError):
@@ -80,7 +83,7 @@ class ComparisonPage:
 
     @cached_property
     def aside(self) -> bool:
-        """Whether flags of the command give the ladder's baseline other numbers than its file."""
+        """Whether flags of the command, beside those on the text, give the ladder's baseline other numbers."""
         flagged, plain = ([numbers for numbers, _ in one.values()] for one in (self.today, self._numbers(False)))
         return self.study.plan.ladder and bool(flagged and plain) and flagged != plain
 
