@@ -267,14 +267,16 @@ def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | No
         return None
     body = read_saved(run_dir, stage, recipe.callables() if chosen and source else None)
     if body is None:
-        if verb in ("sft", "rl") and any(map(own.has_trained, STAGES)):  # killed before it wrote its recipe
+        tunes = verb in ("sft", "rl")
+        if tunes and any(map(own.has_trained, STAGES)):  # killed before it wrote its recipe
             return _asked_before(verb, run_dir, recipe, fields)
-        if (chosen or fields & set(field_names(recipe))) and not begins_with:
+        if (chosen or fields & set(field_names(recipe))) and not (begins_with or tunes):
             return None  # the stage never began, and the command says what to train
         if not run_dir.folder.exists():
             raise FileNotFoundError(run_dir.has_no("model"))
         others = [f"`quern {name} --resume {run_dir.flags}`" for name in STAGES if run_dir.has_trained(name)]
-        instead = f"it has {' and '.join(others)}" if others else "name what to train, or another run"
+        anew = "begin again with --from RUN" if tunes else "name what to train, or another run"
+        instead = f"it has {' and '.join(others)}" if others else anew
         raise ValueError(f"run '{run_dir.run}' has no stage {stage} to continue with: {instead}")
     code = run_dir.kept_source(stage, source)
     if chosen and (source != code or (source is None and recipe.name != body.name)):

@@ -323,6 +323,10 @@ def test_a_model_is_fine_tuned_as_often_as_wanted(runs: Runs) -> None:
     assert told in runs.done("evaluate", "--questions", "1", run="two")
     runs.refused(["--from two names the run itself"], "sft", "--from", "two", *SFT, run="two")
     runs.refused(["run 'two' has no stage pretrain to continue with: it has `quern sft --resume"], "run", run="two")
+    (runs.folder / "out/runs/killed").mkdir()  # before its first checkpoint, which holds the model it begins with
+    for verb, fields in (("sft", SFT), ("rl", RL)):
+        killed = f"run 'killed' has no stage {verb} to continue with: begin again with --from RUN"
+        runs.refused([killed], verb, "--resume", *fields, run="killed")
     model = "run 'other' has a model of its own (pretrain): name a new run"
     runs.refused([model], "sft", "--from", "app", *SFT, run="other")
     there = "has no such checkpoint; there are newest and the steps 2, 4, 6"
