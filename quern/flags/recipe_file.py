@@ -53,7 +53,8 @@ def read_object(path: Path, constant: str, kind: type[T], name: str | None = Non
         text = path.read_text(encoding="utf-8-sig")
         exec(compile(text, path, "exec", dont_inherit=True), vars(module))  # noqa: S102
     except Exception as error:  # the file's code can raise anything
-        raise ValueError(f"{own_place(error) or f'{path}: '}{type(error).__name__}: {_reason(error)}") from error
+        reason = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+        raise ValueError(f"{own_place(error) or f'{path}: '}{type(error).__name__}: {reason}") from error
     found = getattr(module, constant, None)
     if not isinstance(found, kind):
         raise ValueError(f"{path} does not end in {constant} = … (a {kind.__module__}.{kind.__name__})")
@@ -65,7 +66,3 @@ def _free_name(path: Path) -> str:
     found = PathFinder.find_spec(path.stem)
     other = found is not None and found.origin not in (None, str(path.resolve()))
     return f"{path.stem}_recipe" if other or path.stem in sys.stdlib_module_names else path.stem
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
