@@ -25,7 +25,7 @@ from quern.terminal import duration, grid, human_size
 
 Log = Callable[[str], None]
 HEAD = ("name", "stages", "weights", "size", "text", "bits/byte", "age", "")
-ALIGNED_LEFT, WIDE_CELL = 2, 40
+ALIGNED_LEFT = 2
 NONE = "–"
 SHOWN = (STAGES[0], "grug", *STAGES[1:])
 """All stages; the first two train a base model, in PyTorch and in JAX."""
@@ -183,12 +183,10 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
     known = [recipe for recipe in recipes if recipe]  # which a stage that is not there lacks
     fields = [name for name in ChainMap(*known) if any(one.get(name) != known[0].get(name) for one in known)]
     if fields:
-        log("fields of the recipe that differ:")
-        rows = [[name, *(str(one.get(name, NONE)).replace("\n", ", ") for one in recipes)] for name in fields]
-        wide = [row for row in rows if max(map(len, row)) > WIDE_CELL]
-        table_lines = grid(["", *names], [row for row in rows if row not in wide], 1)
-        for line in [*table_lines, *(f"  {name}: {' | '.join(values)}" for name, *values in wide)]:
-            log(line)
+        log(f"fields of the recipe that differ, {' | '.join(names)}:")
+    for name in fields:  # no table: a long value would widen every row
+        values = [str(one.get(name, NONE)).replace("\n", ", ") for one in recipes]
+        log(f"  {name}: {' | '.join(values)}")
     for other in names[1:]:
         if any(name.endswith("/grug") for name in (names[0], other)):
             continue  # a stage of JAX answers no questions
