@@ -177,7 +177,7 @@ with prompt_signals({signal.SIGINT: lambda number: raised.append(number) or Keyb
 
 
 def test_a_signal_is_raised_once_and_not_after_another_handler_took_it() -> None:
-    run = subprocess.run([sys.executable, "-c", ONCE], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run([sys.executable, "-c", ONCE], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
 
 
@@ -199,9 +199,7 @@ def test_a_signal_at_the_prompt_of_a_terminal_raises_its_own_exception() -> None
     """Python's `input` calls handlers also while an exception is set: one of a second signal is a SystemError."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", PROMPTS]
-    run = subprocess.run(
-        command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60, check=False
-    )
+    run = subprocess.run(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60)
     for file in (ours, theirs):
         os.close(file)
     assert run.returncode == 0, run.stderr

@@ -99,7 +99,7 @@ def test_quern_is_found_without_an_active_environment(place: str, tmp_path: Path
     found = program(tmp_path / place, '[ "$1" = -c ] || echo "$0 $*"')
     env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
     script = [tmp_path / "runs/speedrun.sh", "tokens", "--help"]
-    told = subprocess.run(script, env=env, cwd="/", capture_output=True, text=True, timeout=60, check=False)
+    told = subprocess.run(script, env=env, cwd="/", capture_output=True, text=True, timeout=60)
     assert told.stdout.startswith(f"{found}{' -m quern' * ('python' in place)} pretrain unet --run speedrun ")
 
 
@@ -120,7 +120,7 @@ def test_the_program_inside_the_script_for_a_gpu_runs() -> None:
     program = re.split(r" << 'END'\n|\nEND\n", (RUNS / "first-gpu.sh").read_text(encoding="utf-8"))[-2]
     env = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     call = [sys.executable, "-c", program, "toy"]
-    told = subprocess.run(call, env=env, cwd=RUNS.parent, capture_output=True, text=True, timeout=120, check=False)
+    told = subprocess.run(call, env=env, cwd=RUNS.parent, capture_output=True, text=True, timeout=120)
     assert told.returncode == 0 and "decoded = read at once" in told.stdout, told.stderr
 
 
@@ -131,8 +131,8 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next_one(tmp_path: Path) -
     program(tmp_path / "python", "cat > program")  # which finds nothing missing
     env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SCALE": "0.01", "RECORDS": "records"}
     script = [tmp_path / "runs/first-gpu.sh", "texts"]
-    assert subprocess.run([*script, "idea"], env=env, cwd=tmp_path, timeout=60, check=False).returncode == 2
-    assert subprocess.run(script, env=env, cwd=tmp_path, timeout=60, check=False).returncode == 1
+    assert subprocess.run([*script, "idea"], env=env, cwd=tmp_path, timeout=60).returncode == 2
+    assert subprocess.run(script, env=env, cwd=tmp_path, timeout=60).returncode == 1
     parts = [json.loads(line) for line in (tmp_path / "records/parts.jsonl").read_text("utf-8").splitlines()]
     assert [(one["part"], one["exit"]) for one in parts] == [
         *(("bench-train", 0), ("bench-attention", 0), ("exact", 123), ("bench-decode", 0)),
@@ -147,13 +147,12 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next_one(tmp_path: Path) -
     assert all(" --device cuda" in call for call in calls if "gauntlet" not in call)
     (tmp_path / "records/model.safetensors").touch()
     asked = [*script, "bench-fp8", "serve"]
-    again = partial(subprocess.run, asked, cwd=tmp_path, timeout=60, check=False)
+    again = partial(subprocess.run, asked, cwd=tmp_path, timeout=60)
     assert again(env=env | {"OUT": "home"}).returncode == 0
     assert [call.split()[1] for call in (tmp_path / "calls").read_text("utf-8").splitlines()] == ["fp8", "serve"]
     with tarfile.open(tmp_path / "home/first-gpu.tar.gz") as kept:
-        assert {"parts.jsonl", "exact.log", "serve.log"} < set(
-            kept.getnames()
-        ) and "model.safetensors" not in kept.getnames()
+        names = set(kept.getnames())
+    assert {"parts.jsonl", "exact.log", "serve.log"} < names and "model.safetensors" not in names
     assert again(env=env | {"LIMIT": "0"}).returncode == 1, "no time is left"
     assert len((tmp_path / "calls").read_text("utf-8").splitlines()) == 2
 
@@ -162,12 +161,9 @@ def test_what_a_machine_lacks_is_said_before_its_time_is_spent(tmp_path: Path) -
     shutil.copytree(RUNS, tmp_path / "runs")
     shutil.copy(RUNS.parent / "pyproject.toml", tmp_path)
     program(tmp_path / "quern", "touch called")
-    env = os.environ | {
-        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(RUNS.parent),
-        "TOY": "1",
-    }
-    run = partial(subprocess.run, cwd=tmp_path, env=env, timeout=120, check=False, capture_output=True, text=True)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(RUNS.parent), "TOY": "1"}
+    run = partial(subprocess.run, cwd=tmp_path, env=env, timeout=120, capture_output=True, text=True)
     asked = [tmp_path / "runs/first-gpu.sh", "texts", "serve"]
     program(tmp_path / "python", f'exec {sys.executable} -S "$@"')  # without the installed packages
     told = run(asked)
@@ -223,8 +219,7 @@ def test_the_whole_way_on_three_ranks(commands: Commands, faulty_server: FaultyR
     tuned = json.loads((run / "sft/recipe.json").read_text(encoding="utf-8"))
     assert tuned["sft"]["batch_tokens"] == 6144, "a row for each rank"
     scores = (json.loads(line) for line in (run / "evaluate.jsonl").read_text(encoding="utf-8").splitlines())
-    assert {("pretrain", "core/copa", 8), ("sft", "chat/mmlu", 6)} <= {
-        (s["stage"], s["task"], s["count"]) for s in scores
-    }
+    asked = {(score["stage"], score["task"], score["count"]) for score in scores}
+    assert asked >= {("pretrain", "core/copa", 8), ("sft", "chat/mmlu", 6)}
     report = (run / "report.md").read_text(encoding="utf-8")
     assert lines_with("report: ", reported) and "core/copa" in report and "chat/mmlu" in report

@@ -126,9 +126,8 @@ def test_every_benchmark_prints_and_records(tmp_path: Path, monkeypatch: pytest.
     assert all(part in shown for part in ("mean nothing", "torch 2", "seed 5", "float32"))
 
     prepared = {(one["name"], one["unit"]): one for one in found["prepare"]["measures"]}
-    one, two, gain = (
-        prepared[key]["values"] for key in (("1 worker", "MB/s"), ("2 workers", "MB/s"), ("2 workers / 1", "×"))
-    )
+    keys = ("1 worker", "MB/s"), ("2 workers", "MB/s"), ("2 workers / 1", "×")
+    one, two, gain = (prepared[key]["values"] for key in keys)
     assert gain == pytest.approx([b / a for a, b in zip(one, two, strict=True)])
     if sys.platform == "linux":  # two Python processes with NumPy
         assert prepared["memory, 2 workers", "MB"]["median"] > 40 + prepared["memory, 1 worker", "MB"]["median"]

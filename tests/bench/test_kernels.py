@@ -41,9 +41,7 @@ def measured(out: Path, *what: Any) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    "mask", [MaskSpec(20), MaskSpec(None, (torch.arange(140, dtype=torch.int32) // 30).expand(2, -1))]
-)
+@pytest.mark.parametrize("mask", [MaskSpec(20), MaskSpec(None, (torch.arange(140).int() // 30).expand(2, -1))])
 def test_flex_attention_is_compared_on_the_same_mask(mask: MaskSpec) -> None:
     """Forward: it has no backward pass on a CPU."""
     q, k, v = (random(2, 140, heads, 16, seed=heads) for heads in (4, 2, 2))

@@ -71,9 +71,7 @@ def test_words_wrap_at_the_edge_as_they_arrive(monkeypatch: pytest.MonkeyPatch) 
         ("\tone\ttwo\tthree four", ["\tone\ttwo\tthree", "four"]),
     ],
 )
-def test_lines_long_words_colours_and_wide_letters(
-    monkeypatch: pytest.MonkeyPatch, text: str, expected: list[str]
-) -> None:
+def test_lines_long_words_colours_wide_letters(monkeypatch: pytest.MonkeyPatch, text: str, expected: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     for size in (1, 3, len(text)):
         shown: list[str] = []

@@ -168,10 +168,8 @@ def test_a_run_may_follow_the_verb_at_once(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "runs" / "mine").mkdir(parents=True, exist_ok=True)
         line = ["mine", "--resume", "--out", str(tmp_path)]
         assert with_run(verb, *line) == ["--run", *line]
-    unchanged = (
-        "import export,runs import,complete Once.py,chat gpt,chat -p mine,chat,import mine,grug train mine,runs mine"
-    )
-    for line in unchanged.split(","):
+    unchanged = "import export,runs import,complete Once.py,chat gpt,chat -p mine,chat,import mine,grug train mine"
+    for line in [*unchanged.split(","), "runs mine"]:
         verb, *words = line.split()
         assert with_run(verb, *words) == words
     for name in ("mine.txt", "our notes.txt"):
@@ -388,7 +386,7 @@ def test_what_is_missing_is_said_before_the_machine_is_tried_out(
 def test_an_ascii_terminal_is_enough() -> None:
     command = [sys.executable, "-m", "quern", "tokenizer", "--data", "no\u2192such\u043d\u0435\udce9"]
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "TERM": "xterm"}
-    done = subprocess.run(command, env=ascii_only, capture_output=True, text=True, encoding="ascii", check=False)
+    done = subprocess.run(command, env=ascii_only, capture_output=True, text=True, encoding="ascii")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "no\\u2192such\\u043d\\u0435\\udce9" in done.stderr
 

@@ -84,7 +84,6 @@ def test_a_reader_that_leaves_ends_help_quietly_also_where_no_extra_is_installed
         env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
         capture_output=True,
         text=True,
-        check=False,
     )
     *said, last = done.stderr.splitlines()
     assert said == [f"141 {command}" for command in commands]
@@ -108,7 +107,7 @@ with open(sys.argv[1], "w") as file, Stop():
 def test_closed_streams_are_nowhere_and_no_file_gets_their_numbers(tmp_path: Path) -> None:
     shell = 'exec "$@" <&- >&- 2>&-'
     command = ["sh", "-c", shell, "sh", sys.executable, "-c", CLOSED, str(tmp_path / "file")]
-    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
     assert int((tmp_path / "file").read_text(encoding="utf-8")) > 2
 
 
@@ -138,7 +137,7 @@ sys.exit(main(["--version"]))
 
 def test_a_thread_that_still_computes_does_not_abort_the_process() -> None:
     """Python ends such a thread within C++, which then calls abort()."""
-    done = subprocess.run([sys.executable, "-c", UNAWAITED], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", UNAWAITED], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("quern")
 
 
@@ -196,7 +195,7 @@ def test_the_first_line_is_there_at_once(argument: str) -> None:
     used = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "quern", *argument.split()], capture_output=True, check=False)
+        subprocess.run([sys.executable, "-m", "quern", *argument.split()], capture_output=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         if used[-1] <= 0.3:

@@ -27,9 +27,11 @@ def rows_of(packing: Packing) -> list[list[tuple[int, int]]]:
     return [pairs[a:b] for a, b in pairwise(packing.row_offsets.tolist())]
 
 
-def naive_best_fit(
-    lengths: list[int], row_tokens: int, buffer: int, keep_tails: bool
-) -> list[list[tuple[int, list[int]]]]:
+Places = list[list[tuple[int, list[int]]]]
+"""Rows of (document, places of its tokens in the row). Place 0 is BOS, which every segment repeats."""
+
+
+def naive_best_fit(lengths: list[int], row_tokens: int, buffer: int, keep_tails: bool) -> Places:
     """Rows of (document, places of its tokens in the row). Place 0 is BOS, which every segment repeats."""
     left = [list(range(min(n, row_tokens))) for n in lengths]
     waiting = list(range(len(lengths)))

@@ -206,9 +206,7 @@ def learn(model: GPT, tokenizer: Tokenizer, conversations: Sequence[list[Message
 
 
 @pytest.mark.usefixtures("trusted")
-def test_a_model_that_knows_the_answers_scores_one_on_every_task(
-    folder: Path, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_a_model_that_knows_all_scores_one_on_every_task(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     asked = [*asked_of(folder, *(task.name for task in chat.PARTS)), *asked_of(folder, "spelling", "counting", limit=2)]
     model = tiny_model(tokenizer.vocab_size, 256)
     model.initialize(0)
@@ -269,9 +267,7 @@ def test_a_base_model_continues_text(folder: Path) -> None:
     assert mmlu.base_prompt(mmlu.items(0, 1)[0]).endswith("\nC) oak\nAnswer:")
 
 
-def test_the_command_asks_chat_tasks_and_finds_planted_questions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_asks_and_finds_planted_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = toy_recipe("llama", context=128)
     text = tmp_path / "text.txt"
     planted = "the miller of the old valley ground seven sacks of corn on a cold night"

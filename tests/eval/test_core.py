@@ -224,9 +224,7 @@ def test_the_bundle_is_fetched_once_and_its_tasks_are_found(hub: Hub, tmp_path: 
     assert core.core_bundle(tmp_path, print, bundle) == found and len(hub.asked) == 2
 
 
-def test_an_interrupted_unpacking_leaves_nothing_and_is_done_again(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_unpacking_leaves_nothing(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = offer(hub, zipped(FILES))
     with monkeypatch.context() as patched:
         patched.setattr("quern.eval.core.sync_path", lambda path: (_ for _ in ()).throw(OSError("the disk is full")))

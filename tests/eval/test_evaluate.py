@@ -279,9 +279,7 @@ def test_the_command_compares_runs_and_stages(out: Path, capsys: pytest.CaptureF
     assert same in refused(capsys, *runs, "first", "first")
 
 
-def test_runs_on_other_data_or_with_damaged_answers_are_not_compared(
-    out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_other_data_or_damaged_answers_are_not_compared(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(out / "runs/first", out / "runs/second")
     rows = (out / "copa.jsonl").read_text(encoding="utf-8").replace("one", "six")
     (out / "copa.jsonl").write_text(rows, encoding="utf-8")

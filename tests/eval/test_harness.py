@@ -28,9 +28,8 @@ CONTEXT = 48
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
     tokenizer = tiny_tokenizer()
-    return LoadedModel(
-        tiny_model(tokenizer.vocab_size, context=CONTEXT).eval(), tokenizer, Resolved.of(RECIPE), "pretrain", 1
-    )
+    model = tiny_model(tokenizer.vocab_size, context=CONTEXT).eval()
+    return LoadedModel(model, tokenizer, Resolved.of(RECIPE), "pretrain", 1)
 
 
 @pytest.fixture(autouse=True)

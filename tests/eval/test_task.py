@@ -93,11 +93,9 @@ def test_the_choice_picked_has_the_least_loss_per_byte(engine, base, choices):
     assert score.chance == pytest.approx(1 / len(choices))
     tokenizer = engine.tokenizer
     for item, reply in zip(items, replies, strict=True):
-        prompt = (
-            render_text(tokenizer, TINYWORLD.base_prompt(item)) if base else render_prompt(tokenizer, item.messages)
-        )
+        own = render_text(tokenizer, TINYWORLD.base_prompt(item)) if base else render_prompt(tokenizer, item.messages)
         ids = [tokenizer.encode(" " * base + choice) for choice in choices]
-        examples = [made for one in ids if (made := choice_example(prompt, [one], 0, CONTEXT)) is not None]
+        examples = [made for one in ids if (made := choice_example(own, [one], 0, CONTEXT)) is not None]
         answers = score_examples(engine.model, examples, CPU, tokenizer.vocab_size)
         nats = np.concatenate([one.nats(example) for one, example in zip(answers, examples, strict=True)])
         assert reply.text == choices[int(np.argmin(nats / np.array([len(choice.encode()) for choice in choices])))]
@@ -216,8 +214,6 @@ def test_planted_passages_are_found_and_only_they() -> None:
         (ONCE, [" ".join(WORD_LIST[:7]), " ".join(WORD_LIST[7:WORDS])], False),
     ],
 )
-def test_a_passage_or_a_whole_short_question_must_be_in_one_document(
-    text: str, documents: list[str], shared: bool
-) -> None:
+def test_a_passage_or_a_short_question_is_in_one_document(text: str, documents: list[str], shared: bool) -> None:
     assert find_contaminated([text], documents) == [shared]
     assert SHORTEST <= WORDS

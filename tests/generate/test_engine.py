@@ -169,9 +169,8 @@ def test_the_longest_beginning_is_found_and_the_least_recently_used_leave() -> N
     found = parted = 0
     for _ in range(1500):
         base = list(numbers.choice(order)) if order and numbers.random() < 0.6 else list(numbers.choice(opening))
-        tokens = base[: numbers.randrange(1, len(base) + 1)] + [
-            numbers.randrange(3) for _ in range(numbers.randrange(9))
-        ]
+        tokens = base[: numbers.randrange(1, len(base) + 1)]
+        tokens += [numbers.randrange(3) for _ in range(numbers.randrange(9))]
         best = max(
             (one for one in order if tuple(tokens[: len(one)]) == one and (len(one) < len(tokens) or known[one])),
             key=len,

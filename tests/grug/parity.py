@@ -325,9 +325,8 @@ def blockwise() -> dict[str, float]:
         one = jax.tree.map(lambda x: x[0], device_batch(batch, ROWS, mesh))
 
         def of(block_tokens: int | None) -> tuple[float, Arrays]:
-            loss, grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, one, cfg.model, block_tokens=block_tokens)))(
-                params
-            )
+            both = jax.value_and_grad(lambda p: loss_fn(p, one, cfg.model, block_tokens=block_tokens))
+            loss, grads = jax.jit(both)(params)
             return float(loss), to_torch(grads)
 
         (whole, whole_grads), (blocks, block_grads) = of(None), of(4)

@@ -59,9 +59,8 @@ def compile_for_gpu(
             aligned[i,] = [["tt.divisibility", 16]]
     values: dict[Any, Any] = {(names.index(name),): value for name, value in constants.items() if name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
-    return compile(
-        source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps, "num_stages": stages}
-    )
+    options = {"num_warps": warps, "num_stages": stages}
+    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
 STRIDES = ("i32", "i32", "i32")

@@ -151,9 +151,8 @@ def test_an_interrupt_while_speeds_are_measured_leaves_the_verdicts(
     monkeypatch.setattr(command, "measure_speed", interrupted)
     small = replace(RECIPE.text, vocab_size=300, val_megabytes=0.01)
     recipe = replace(RECIPE, depth=1, data=str(text), text=small, train=TrainRecipe(steps=4, batch_tokens=512))
-    options = CompareOptions(
-        recipe, out=tmp_path, study="s", speeds=True, where=DeviceOptions(device="cpu", compile=False)
-    )
+    where = DeviceOptions(device="cpu", compile=False)
+    options = CompareOptions(recipe, out=tmp_path, study="s", speeds=True, where=where)
     with pytest.raises(KeyboardInterrupt):
         command.run([Arm("base", recipe), Arm("idea", recipe)], options, [], "", lambda line: None)
     (one,) = json.loads((tmp_path / "lab" / "s" / "verdicts.json").read_text(encoding="utf-8"))

@@ -43,10 +43,9 @@ def write_run(out: Path, name: str, content: str, events: Sequence[dict[str, Any
     return folder
 
 
-def ask(
-    board: Board, *names: str, x: str = "steps", y: str = "loss", points: int = 1000, **more: Any
-) -> dict[str, Any]:
-    return board.curves({"x": x, "y": y, "points": points, "runs": dict.fromkeys(names, [0, 0])} | more)["runs"]
+def ask(board: Board, *names: str, **more: Any) -> dict[str, Any]:
+    usual = {"x": "steps", "y": "loss", "points": 1000, "runs": dict.fromkeys(names, [0, 0])}
+    return board.curves(usual | more)["runs"]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -181,9 +180,7 @@ def write_study(out: Path, name: str, kind: str, **changed: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "changed"), [("trials", {"steps": [4], "curve": 4}), ("cells", {"seed": math.inf}), ("sweep", {"runs": 7})]
 )
-def test_a_field_of_another_type_does_not_hide_the_other_studies(
-    tmp_path: Path, kind: str, changed: dict[str, Any]
-) -> None:
+def test_a_field_of_another_type_hides_no_other_study(tmp_path: Path, kind: str, changed: dict[str, Any]) -> None:
     write_study(tmp_path, "good", "trials")
     write_study(tmp_path, "bad", kind, **changed)
     (tmp_path / "lab" / "bad" / "study.json").write_text('{"rungs": 3}')

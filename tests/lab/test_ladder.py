@@ -473,9 +473,7 @@ OWN = replace(RECIPE, train=TrainRecipe(batch_tokens=4096, log_every=3), text=re
         (replace(RECIPE, data="a.txt"), ["val"], False, None),
     ],
 )
-def test_an_idea_that_all_arms_would_share_is_refused(
-    idea: Recipe, named: list[str], ladder: bool, said: str | None
-) -> None:
+def test_an_idea_that_all_arms_share_is_refused(idea: Recipe, named: list[str], ladder: bool, said: str | None) -> None:
     """Such an idea would be the baseline itself, and its verdict `no difference`."""
     with pytest.raises(ValueError, match=said) if said else nullcontext():
         command.refuse_lost(RECIPE, {"idea.py": idea}, named, ladder)

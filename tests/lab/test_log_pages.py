@@ -232,9 +232,7 @@ def test_files_that_editors_make_are_read_and_a_damaged_one_is_named(tmp_path: P
         (told("2", "worse", 2, 1), "worse (2 pairs). Study 2. Before: better (5 pairs). Study 1.", "worse"),
     ],
 )
-def test_the_verdict_with_the_most_pairs_on_a_rung_counts(
-    tmp_path: Path, newer: Page, verdict: str, short: str
-) -> None:
+def test_the_verdict_of_the_most_pairs_on_a_rung_counts(tmp_path: Path, newer: Page, verdict: str, short: str) -> None:
     idea, index = project(tmp_path, "Title.\n\nVerdict: none yet.\n")
     found = idea_files([told("1", "better", 5), newer], tmp_path)
     assert f"Verdict: {verdict}\n" in found[idea] and found[index].endswith(f"| {short} |\n")

@@ -145,9 +145,7 @@ def test_a_study_that_was_stopped_repeats_no_finished_run_and_keeps_its_plan(fir
             run(replace(given, **changes), FakeTrainer(), said.append, source=source)
 
 
-def test_fit_reads_a_study_that_another_process_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told
-) -> None:
+def test_fit_reads_a_study_that_others_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
     given = options(tmp_path)
     assert options(tmp_path, study="").folder == given.folder
     monkeypatch.setattr("quern.machine.detect", None)  # the compiler is not tried: nothing trains

@@ -78,9 +78,8 @@ def test_a_wrong_entry_is_refused_with_the_right_form(entry: str) -> None:
 
 def test_a_file_means_the_same_as_its_entries(tmp_path: Path) -> None:
     file = tmp_path / "two.toml"
-    file.write_text(
-        'depth = [2, 4]\n[optim]\nmatrix-lr = "0.005..0.08:log"\n[model]\nwindows = ["SSSL", "L"]\n', encoding="utf-8"
-    )
+    text = 'depth = [2, 4]\n[optim]\nmatrix-lr = "0.005..0.08:log"\n[model]\nwindows = ["SSSL", "L"]\n'
+    file.write_text(text, encoding="utf-8")
     entries = ["depth=2,4", "optim.matrix-lr=0.005..0.08:log", "model.windows=SSSL,L"]
     assert read_space([str(file)], RECIPE) == read_space(entries, RECIPE)
     assert read_space([str(file), "train.final-lr=0..0.1"], RECIPE)["train.final_lr"].text == "0..0.1"
@@ -126,8 +125,7 @@ def test_the_recipes_own_values_are_a_point_if_they_are_in_the_space() -> None:
 
 @pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("studies/*.toml")), ids=lambda path: path.stem)
 def test_the_spaces_of_the_studies_are_around_their_recipes_values(path: Path) -> None:
-    recipe = read_recipe_file(
-        next(one for one in (path.with_suffix(".py"), EXPERIMENTS / f"{path.stem}.py") if one.exists())
-    )[0]
+    own = path.with_suffix(".py")
+    recipe, _ = read_recipe_file(own if own.exists() else EXPERIMENTS / own.name)
     space = read_space([str(path)], recipe)
     assert point(space, resolve(recipe)) is not None

@@ -226,9 +226,7 @@ def test_a_comparison_from_the_command_line(
     assert "old one" in Path("experiments/LOG.md").read_text(encoding="utf-8")
 
 
-def test_calibration_records_the_command_that_was_typed(
-    here: Path, monkeypatch: pytest.MonkeyPatch, told: Told
-) -> None:
+def test_calibration_records_the_command_as_typed(here: Path, monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
     refused = partial(told, "lab", code=1)
     for name in ("base", "idea"):
         Path(f"{name}.py").write_text("from quern.recipes.gpt import RECIPE\n", encoding="utf-8")

@@ -91,9 +91,8 @@ def test_further_seeds_of_the_baseline_help_where_pairs_do_not_correlate() -> No
 
 
 def test_a_study_of_all_kinds() -> None:
-    base, ideas = study(
-        {"better": -0.02, "better, small": -0.006, "worse": 0.02, "worse, small": 0.006, "no difference": 0}
-    )
+    effects = {"better": -0.02, "better, small": -0.006, "worse": 0.02, "worse, small": 0.006, "no difference": 0}
+    base, ideas = study(effects)
     ideas |= {"fails": {0: None, 1: math.nan, 2: 9.0}, "undecided": {0: 1.1}}
     found = judge(base, ideas, RULES).findings
     assert {name: one.verdict for name, one in found.items()} == {name: name for name in ideas}

@@ -8,11 +8,11 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 
 import pytest
 
@@ -125,11 +125,8 @@ def test_two_processes_on_one_run(bench: Bench, law: Law) -> None:
     """The first one stands still while the second one begins."""
     (reference, _), name = bench.reference(PRETRAIN, "fp32"), bench.fresh(PRETRAIN, "fp32")
     lock, known = bench.stage(name, PRETRAIN).parent / ".lock", len(bench.log())
-    arguments, pipe = Bench.arguments(PRETRAIN, name, "fp32"), subprocess.PIPE
-    command = [sys.executable, "-m", "quern.cli.main", *arguments]
-    with subprocess.Popen(
-        command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=bench.folder, env=ENVIRONMENT
-    ) as first:
+    command = [sys.executable, "-m", "quern.cli.main", *Bench.arguments(PRETRAIN, name, "fp32")]
+    with Popen(command, stdout=PIPE, stderr=STDOUT, text=True, cwd=bench.folder, env=ENVIRONMENT) as first:
         while not (lock.exists() and lock.stat().st_size):
             assert first.poll() is None, first.communicate()
             time.sleep(0.005)

@@ -40,15 +40,13 @@ NOISES: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Floats]] = {
 }
 
 
-def null(
-    noise: str, ideas: int, shared: float, studies: int, pairs: int = PAIRS, seed: int = 0
-) -> tuple[Floats, Floats]:
+def null(noise: str, ideas: int, shared: float, studies: int, pairs: int = PAIRS, seed: int = 0) -> list[Floats]:
     """Scores of the baseline [study, 2 pairs] and of the ideas [study, pair, idea]. `shared` is the correlation of the
     runs of a pair; at 0 the ideas share nothing but the error of the baseline."""
     rng, draw = np.random.default_rng(seed), NOISES[noise]
     of_seed = np.sqrt(shared) * draw(rng, (studies, 2 * pairs))
     base = of_seed + np.sqrt(1 - shared) * draw(rng, of_seed.shape)
-    return base, of_seed[:, :pairs, None] + np.sqrt(1 - shared) * draw(rng, (studies, pairs, ideas))
+    return [base, of_seed[:, :pairs, None] + np.sqrt(1 - shared) * draw(rng, (studies, pairs, ideas))]
 
 
 def recorded(studies: int, pairs: int, each: int) -> tuple[Floats, Floats, Floats]:

@@ -67,9 +67,7 @@ def test_one_file_is_split_as_by_the_plain_reader(tmp_path: Path) -> None:
     """The tokens, masks and fingerprint are those of all conversations in memory, the first fiftieth held out."""
     path = write(tmp_path / "talks.jsonl", talks(130))
     pairs = [render(TOKENIZER, messages) for messages in read_conversations(path)]
-    val, train = (
-        memory_corpus([ids for ids, _ in some], [mask for _, mask in some]) for some in (pairs[:2], pairs[2:])
-    )
+    val, train = (memory_corpus(*zip(*some, strict=True)) for some in (pairs[:2], pairs[2:]))
     mixture = prepared(path, tmp_path / "out")
     assert corpus_fingerprint(mixture.train, mixture.val) == corpus_fingerprint(train, val)
     assert mixture.lines() == []

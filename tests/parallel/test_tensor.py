@@ -26,9 +26,8 @@ from tests.support.ranks import Ranks
 
 def shard_of(tp: int, rank: int = 0) -> Mesh:
     """A mesh whose groups send nothing: enough to cut a model, or to refuse it."""
-    return replace(
-        alone(), tp=tp, rank=rank, world=ProcessGroup("world", tp, rank), model=ProcessGroup("model", tp, rank)
-    )
+    world, model = (ProcessGroup(name, tp, rank) for name in ("world", "model"))
+    return replace(alone(), tp=tp, rank=rank, world=world, model=model)
 
 
 # Refusals ---------------------------------------------------------------------------------------------------
@@ -66,9 +65,8 @@ def test_what_cannot_be_cut_is_refused_and_unchanged() -> None:
 
 def test_parts_of_the_vocabulary() -> None:
     """Multiples of 16, unless the last shard would have none."""
-    for vocabulary, shards, rows in (
-        (1001, 2, 512), (1001, 4, 256), (1024, 4, 256), (300, 18, 17), (50257, 8, 6288),
-    ):  # fmt: skip
+    sizes = (1001, 2, 512), (1001, 4, 256), (1024, 4, 256), (300, 18, 17), (50257, 8, 6288)
+    for vocabulary, shards, rows in sizes:
         assert part_rows(vocabulary, shards) == rows
         assert 0 < vocabulary - rows * (shards - 1) <= rows
     with pytest.raises(ValueError, match="4 shards cannot share a vocabulary of 5"):

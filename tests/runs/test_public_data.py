@@ -104,9 +104,7 @@ def test_revisions_configs_and_splits(hub: Hub, tmp_path: Path) -> None:
     assert [path.name for path in talks["train"]] == ["test-0.parquet"] and talks["val"] == ()
 
 
-def test_the_command_line_reads_the_column_of_the_set_and_writes_nothing_into_the_home_folder(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_the_command_reads_the_column_of_the_set_and_writes_nothing_into_home(hub: Hub, tmp_path: Path) -> None:
     """The library of the Hub reads HF_ENDPOINT by itself, when it is imported: hence a process."""
     (tmp_path / "home").mkdir()
     environment = {**os.environ, "HOME": str(tmp_path / "home")}

@@ -108,9 +108,7 @@ def test_a_checkpoint_that_cannot_be_used_is_named(run_dir: RunDir, use: Callabl
 
 @pytest.mark.parametrize("resume", [(), ("--resume",)])  # also one that was killed before it wrote anything
 @pytest.mark.parametrize("verb", ["sft", "rl"])
-def test_a_stage_begins_with_what_its_models_recipe_asks_of_it(
-    run_dir: RunDir, verb: str, resume: tuple[str, ...]
-) -> None:
+def test_a_stage_begins_with_what_its_models_recipe_asks(run_dir: RunDir, verb: str, resume: tuple[str, ...]) -> None:
     talks, rl = (ConversationSource("talks.jsonl"),), RlRecipe(rewards=("sums",), steps=7)
     own = replace(RECIPE, conversations=talks, sft=SftRecipe(steps=5), rl=rl, train=replace(RECIPE.train, keep=9))
     save(run_dir, resolve(own).to_json() | {"make_model": "theirs:Model"})  # the stage reads the code
@@ -209,9 +207,7 @@ def test_a_new_run_derives_again_what_follows_from_the_fields_it_names() -> None
     assert of_text == [("*.md", "a*", "v.txt"), (None, None, None)]
 
 
-def test_a_pattern_stays_one_in_a_folder_whose_name_looks_like_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pattern_stays_one_in_a_folder_that_looks_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a[1]"
     folder.mkdir()
     (folder / "b.txt").write_text("x", encoding="utf-8")

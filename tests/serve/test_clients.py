@@ -50,7 +50,7 @@ def python_with(folder: Path, packages: Sequence[str]) -> Path:
     """A folder with a virtual environment that has the packages, made unless it is there; skips where pip cannot."""
     if not (folder / "installed").exists():
         for command in ([sys.executable, "-m", "venv", "--clear", folder], [folder / "bin/pip", "install", *packages]):
-            done = subprocess.run(command, capture_output=True, timeout=INSTALL_SECONDS, check=False)
+            done = subprocess.run(command, capture_output=True, timeout=INSTALL_SECONDS)
             if done.returncode:
                 pytest.skip(f"{command[:3]} failed: {done.stderr.decode(errors='replace')[-300:]}")
         (folder / "installed").touch()
@@ -70,9 +70,7 @@ def test_every_call_of_a_program_behaves_as_expected(url: str, program: str, pyt
         folder = installed(cache, *NPM)
         command = ["node", CALLS / "calls.mjs", name]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HOME": str(folder)}
-    done = subprocess.run(
-        [*command, url, "toy"], cwd=folder, env=env, capture_output=True, timeout=CALL_SECONDS, check=False
-    )
+    done = subprocess.run([*command, url, "toy"], cwd=folder, env=env, capture_output=True, timeout=CALL_SECONDS)
     assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
     results = json.loads(done.stdout.splitlines()[-1])
     print(f"{program}: {list(results.values()).count('')} of {len(results)} calls")

@@ -109,9 +109,8 @@ def test_with_tools_and_a_form_the_reply_is_a_call_or_a_text_of_the_form(url: st
 def _reply(response: httpx.Response, stream: bool) -> tuple[str, str, str]:
     """Text, arguments of the call, finish reason."""
     assert response.status_code == 200, response.text
-    lines = (
-        [line[6:] for line in response.text.splitlines() if line.startswith("data: {")] if stream else [response.text]
-    )
+    pieces = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+    lines = pieces if stream else [response.text]
     choices = [choice for line in lines for choice in json.loads(line)["choices"]]
     told = [choice.get("delta") or choice.get("message") or {} for choice in choices]
     calls = [one["function"]["arguments"] for message in told for one in message.get("tool_calls", ())]

@@ -373,7 +373,6 @@ def test_no_request_of_the_published_schema_is_a_server_error(tmp_path: Path, ex
             cwd=tmp_path,  # it keeps a cache in its working folder
             capture_output=True,
             text=True,
-            check=False,
         )
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
         assert web.get(f"{url}/health").status_code == 200

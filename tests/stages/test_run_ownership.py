@@ -198,9 +198,8 @@ def test_a_resume_changes_what_it_names_and_refuses_what_would_make_it_another_r
     runs.refused([f"--text.tokenizer {other} is another tokenizer now"], "pretrain", *named, other)
     for start in (["--resume"], ["--from", "app"]):
         gone = [*start, "--train.steps", "7", "--text.tokenizer", "gone.json"]
-        runs.refused(
-            ["--text.tokenizer gone.json: there is no such file"], "pretrain", *gone, run="new" if start[1:] else "app"
-        )
+        says = ["--text.tokenizer gone.json: there is no such file"]
+        runs.refused(says, "pretrain", *gone, run="new" if start[1:] else "app")
     flags = ["--train.steps", "9", "--optim.lr-scale", "0.002", "--train.micro-batch-tokens", "64"]
     said = runs.done("pretrain", "--resume", *flags)
     for line in ("train.steps 6 → 9", "optim.lr-scale 0.0625 → 0.002", "train.micro-batch-tokens 128 → 64"):

@@ -101,9 +101,7 @@ def test_units_of_a_lost_encoder_are_encoded_again(cluster: None) -> None:
     assert found + [unit.ids.tolist() for unit in units] == expected
 
 
-def test_a_missing_ray_is_named_with_how_to_install_it(
-    told: Told, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_ray_is_named_with_its_extra(told: Told, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     said = told("prepare", "--engine", "ray", "--out", tmp_path, code=1)
     assert "a Ray cluster needs an extra package" in said and "'.[ray]'" in said

@@ -35,9 +35,7 @@ def write_parquet(path: Path, texts: list[str | None], rows: int = 4, column: st
 
 
 @pytest.mark.parametrize(("separator", "piece"), [("\n\n", 1 << 20), ("<|endoftext|>", 40)])
-def test_a_separator_ends_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, piece: int
-) -> None:
+def test_separators_end_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, piece: int) -> None:
     """Wherever it is in a line, and wherever a long document is cut."""
     monkeypatch.setattr(readers, "TEXT_PIECE_CHARACTERS", piece)
     stories = [f"Story {n}.\nIt goes on{' and on' * (n % 7)}\nThe end" for n in range(40)]
@@ -73,9 +71,7 @@ def test_every_format_is_read_in_sorted_order_and_other_files_are_left_alone(tmp
     assert list(read(root)) == [TEXTS[4], TEXTS[1], TEXTS[2], *TEXTS, *TEXTS, *TEXTS, "last", *TEXTS, *TEXTS]
 
 
-def test_a_long_text_file_is_cut_at_line_ends_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "TEXT_PIECE_CHARACTERS", 1000)
     text = "".join(f"zeile {i} ü\n" for i in range(500))
     path = tmp_path / "long.txt"

@@ -212,9 +212,7 @@ def published() -> Iterator[dict[int, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("size", TIKTOKEN_FILES)
-def test_a_tiktoken_file_gives_the_ids_of_tiktoken(
-    published: dict[int, dict[str, Any]], size: int, tmp_path: Path
-) -> None:
+def test_a_tiktoken_file_gives_tiktokens_ids(published: dict[int, dict[str, Any]], size: int, tmp_path: Path) -> None:
     ranks, settings = write_tiktoken(tmp_path / "v.tiktoken", size, trained_merges()), published[size]
     ours = open_tokenizer(tmp_path / "v.tiktoken")
     how = {"pat_str": settings["pat_str"], "special_tokens": settings["special_tokens"]}

@@ -81,9 +81,7 @@ def test_the_same_state_has_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": (1, 2)}, {1: "a"}, {"a": object()}])
-def test_meta_that_would_not_read_back_equal_is_refused_before_anything_is_written(
-    meta: dict[Any, Any], tmp_path: Path
-) -> None:
+def test_meta_that_would_not_read_back_equal_is_refused_before_a_write(meta: dict[Any, Any], tmp_path: Path) -> None:
     with pytest.raises((ValueError, TypeError), match="meta must|JSON"):
         save(tmp_path / "c", 1, {}, meta, keep=1)
     assert not (tmp_path / "c").exists()

@@ -72,9 +72,8 @@ def test_nothing_is_compiled_after_the_first_step(
         return {"graphs": counter.frame_count}
 
     # A window that grows, as in the recipe's own schedule, and micro-batches of one size.
-    plan = toy_plan(
-        3, micro_batch_rows=ROWS // 2, evaluators=[(1, evaluate)], schedule=recipe.make_schedule(recipe.train)
-    )
+    own = recipe.make_schedule(recipe.train)
+    plan = toy_plan(3, micro_batch_rows=ROWS // 2, evaluators=[(1, evaluate)], schedule=own)
     with StageFolder(tmp_path) as folder:
         reporter = loop.Reporter(pytest.fail)
         assert loop.train(TorchBackend(state, MACHINE), toy_loader(), plan, folder, reporter) == 0

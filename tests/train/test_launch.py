@@ -132,9 +132,7 @@ def test_a_machine_waits_for_the_one_where_all_meet(tmp_path: Path, monkeypatch:
         launch._agent(["pretrain"], 1, 0, tmp_path, 2, "240.0.0.1:29500")  # pyright: ignore[reportPrivateUsage]
 
 
-def test_of_two_commands_here_that_find_the_port_free_one_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_commands_that_find_the_port_free_one_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both start before one listens. Each waits as long as the messages say; torch's default is 10 minutes."""
     other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(launch, "await_listener", lambda *_, own: True)

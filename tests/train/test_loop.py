@@ -233,9 +233,7 @@ def signalled(step: int, steps: int, **changes: Any) -> TrainingPlan:
 
 
 @pytest.mark.parametrize("more_follows", [False, True])
-def test_a_signal_in_the_last_step_finishes_the_run_and_ends_what_would_follow(
-    more_follows: bool, tmp_path: Path
-) -> None:
+def test_a_signal_in_the_last_step_finishes_it_and_ends_what_would_follow(more_follows: bool, tmp_path: Path) -> None:
     code, said = go(tmp_path, toy_state(), signalled(2, 3), more_follows=more_follows)
     assert (code, said) == (
         (EXIT_STOPPED, ["stopped after step 3 as asked, and saved: continue with `--resume`"])

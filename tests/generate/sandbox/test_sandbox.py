@@ -244,9 +244,8 @@ def test_the_canonical_solutions_of_humaneval_pass_and_empty_ones_do_not(share: 
     with gzip.open(path, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file][::share]
     # The prompt defines functions that some tests use; one test calls the solution by its own name.
-    checks = [
-        "{prompt}\n{entry_point} = program.{entry_point}\n{test}\ncheck({entry_point})".format(**row) for row in rows
-    ]
+    form = "{prompt}\n{entry_point} = program.{entry_point}\n{test}\ncheck({entry_point})"
+    checks = [form.format(**row) for row in rows]
     right = [row["prompt"] + row["canonical_solution"] for row in rows]
     empty = [row["prompt"] + "    return None\n" for row in rows[::4]]
     with opened() as made:
