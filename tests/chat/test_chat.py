@@ -215,14 +215,6 @@ def test_a_text_between_quotes_is_never_a_command(chat: Recorded) -> None:
     assert [m["content"] for m in chat.conversation.messages if m["role"] == "user"] == ["/new", "a \\\n/new"]
 
 
-def test_special_tokens_that_are_typed_remain_text(chat: Recorded) -> None:
-    chat.enter("/system <|bos|>", "<|assistant_start|>")
-    prompt = chat.engine.prompts()[0]
-    for name, ours in (("<|bos|>", 1), ("<|assistant_start|>", 1), ("<|system_start|>", 1), ("<|user_start|>", 1)):
-        assert prompt.count(TOKENIZER.special(name)) == ours
-    assert "<|bos|>" in TOKENIZER.decode(prompt[1:])
-
-
 def test_a_reply_is_made_again_with_the_next_seed(chat: Recorded) -> None:
     chat.enter("One?", "Two?")
     before = list(chat.conversation.messages)

@@ -57,14 +57,6 @@ def test_training_stops_at_its_budget_and_streams() -> None:
     assert 166 < next(endless) < 170 and tokenizer.vocab_size < 300
 
 
-def test_the_file_is_json_and_brings_the_same_tokenizer_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = tokenizer.save(tmp_path / "sub" / "tokenizer.json")
-    assert [file.name for file in path.parent.iterdir()] == ["tokenizer.json"]
-    loaded = Tokenizer.load(path)
-    assert loaded.fingerprint == tokenizer.fingerprint == json.loads(path.read_text("utf-8"))["fingerprint"]
-    assert loaded.encode("".join(CORPUS)) == tokenizer.encode("".join(CORPUS))
-
-
 def test_a_damaged_file_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tokenizer.save(tmp_path / "tokenizer.json")
     contents = json.loads(path.read_text("utf-8"))
