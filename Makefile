@@ -28,7 +28,7 @@ TYPED := .pytest_cache/typed
 # that variable, and the setup imports once what every command needs.
 INSTALL := $(BIN)/python -m pip install --no-compile
 COMPILED := PYTHONDONTWRITEBYTECODE=
-PYTEST := $(COMPILED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := $(COMPILED) $(BIN)/python -m pytest
 # A file, or a group of files that share a server process, runs in one worker; tests/conftest.py puts the slowest first.
 PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 LAWS := out/laws.xml

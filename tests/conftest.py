@@ -6,6 +6,7 @@ the server processes that several files use, and the order of files under xdist.
 
 import gc
 import json
+import os
 import re
 import signal
 import socket
@@ -25,6 +26,8 @@ from tests.support.small_text import write_text
 if TYPE_CHECKING:
     from tests.support.run_bench import Bench
 
+# Models are tiny: a second thread only waits, and where cores are shared, for most of the time. torch reads it later.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("quern", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("quern")
 
