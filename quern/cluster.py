@@ -13,7 +13,7 @@ from quern.validate import extra
 SECONDS_TO_CONNECT = 10
 SECONDS_TO_START = 120
 """How long actors may wait for room in the cluster."""
-RAY_WAITS = {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_py_gcs_connect_timeout_s": str(SECONDS_TO_CONNECT)}
+RAY_WAITS = {"RAY_NUM_REDIS_GET_RETRIES": "3", "RAY_py_gcs_connect_timeout_s": str(SECONDS_TO_CONNECT)}
 """Variables that Ray reads at its import. Without them it tries for a quarter of an hour to reach a lost cluster."""
 
 

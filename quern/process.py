@@ -44,8 +44,8 @@ gc.set_threshold(10_000)
 atexit.register(gc.freeze)
 
 LAST_LINES = 5
-INSTALLED = (str(Path(quern.__file__).parent), sysconfig.get_path("stdlib"), "<")
-"""How the names of files begin that are Python's and quern's own; those of packages are in site-packages."""
+INSTALLED = (f"{Path(quern.__file__).parent}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
+"""Folders of Python and of quern; packages are in site-packages or dist-packages."""
 
 
 def environment() -> Mapping[str, str]:
@@ -71,7 +71,8 @@ def own_place(error: BaseException) -> str:
     """Returns "FILE, line N: " for the last line of an error that is in a user's file, as an idea's; "" for none."""
     frames = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)]
     frames += [(error.filename or "<", error.lineno)] if isinstance(error, SyntaxError) else []
-    own = [one for one in frames if not one[0].startswith(INSTALLED) and "site-packages" not in one[0]]
+    others = ("-packages", "torchinductor")  # the compiler writes code into a folder of temporary files
+    own = [one for one in frames if not one[0].startswith(INSTALLED) and not any(other in one[0] for other in others)]
     return "{}, line {}: ".format(*own[-1]) if own else ""
 
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from quern.process import Child, peak_resident, start, together
+import quern
+from quern.process import Child, own_place, peak_resident, start, together
 from tests.support.line_server import ROOT
 
 ECHO = """
@@ -251,3 +252,23 @@ def test_a_wait_says_for_whom_and_ends_at_a_signal(ended: dict[str, Any], wait: 
     assert re.search(f"^waiting for {WAITS[wait]}$", found["said"], re.M), found
     assert found["code"] in (-which, 128 + which), found
     assert found["seconds"] < LONGEST_SECONDS and "Traceback" not in found["said"], found
+
+
+PACKAGE = Path(quern.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("caller", "raises", "told"),
+    [
+        ("/mine/idea.py", "/tmp/torchinductor_me/ab/cde.py", "/mine/idea.py, line 1: "),
+        ("/mine/idea.py", f"{PACKAGE}/model/gpt.py", "/mine/idea.py, line 1: "),
+        ("/mine/idea.py", "/usr/lib/python3/dist-packages/torch/nn.py", "/mine/idea.py, line 1: "),
+        ("/mine/idea.py", f"{PACKAGE}_ideas/idea.py", f"{PACKAGE}_ideas/idea.py, line 1: "),
+        (f"{PACKAGE}/cli/main.py", "<string>", ""),
+    ],
+)
+def test_the_place_of_an_error_is_in_a_file_of_the_user(caller: str, raises: str, told: str) -> None:
+    inner = compile("raise ValueError", raises, "exec")
+    with pytest.raises(ValueError) as caught:
+        exec(compile("exec(inner)", caller, "exec"), {"inner": inner})
+    assert own_place(caught.value.with_traceback(caught.tb.tb_next)) == told

@@ -185,7 +185,7 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
     if fields:
         log(f"fields of the recipe that differ, {' | '.join(names)}:")
     for name in fields:  # no table: a long value would widen every row
-        values = [str(one.get(name, NONE)).replace("\n", ", ") for one in recipes]
+        values = [str(one.get(name, NONE)).replace("\n", "\\n") for one in recipes]
         log(f"  {name}: {' | '.join(values)}")
     for other in names[1:]:
         if any(name.endswith("/grug") for name in (names[0], other)):

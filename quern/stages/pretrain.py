@@ -338,9 +338,8 @@ def fit_batch(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
     if recipe.train.steps is None or recipe.train.batch_tokens is not None:
         return recipe
     own, tokens = resolve(recipe, session.mesh.dp), prepared.train.num_tokens
-    most = (
-        most_readings(parameters_of(recipe, prepared.tokenizer.vocab_size), tokens * prepared.bytes_per_token) * tokens
-    )
+    parameters = parameters_of(recipe, prepared.tokenizer.vocab_size)
+    most = most_readings(parameters, tokens * prepared.bytes_per_token) * tokens
     batch_tokens = batch_rule(most, own.model.context, session.mesh.dp)
     if batch_tokens >= own.train.batch_tokens:
         return recipe

@@ -138,7 +138,7 @@ def test_compared_runs_show_what_differs(mine: RunDir, runs: Told) -> None:
     assert not any("optim.eps" in line for line in lines)
     mine.write("pretrain/recipe.json", {"depth": 4, "data": "texts/a\n" + "b" * 99})
     lines = runs("compare", "mine", "older").splitlines()
-    assert f"  data: texts/a, {'b' * 99} | –" in lines and "  depth: 4 | 6" in lines
+    assert f"  data: texts/a\\n{'b' * 99} | –" in lines and "  depth: 4 | 6" in lines
     mine.write("pretrain/recipe.json", {"depth": 4, "optim": {"eps": 1.0}, "train": {"clip_norm": 1.0}})
     for first, second, cells in (("mine", "older", "1.0 | –"), ("older", "mine", "– | 1.0")):
         assert f"  train.clip_norm: {cells}\n" in runs("compare", first, second), "set in one of them"
