@@ -33,7 +33,7 @@ ADVICE = {401: NEEDS_TOKEN, 403: NEEDS_TOKEN, 404: ": remove listing.json, and t
 """Advice for the user about an answer of the Hub."""
 OTHERS: dict[int, str] = dict.fromkeys((401, 403, 404, 410), ": check the address")
 """Advice about an answer of any other server."""
-UNZIPPED = ("gzip", "x-gzip", "deflate")
+UNZIPPED, UNREAD = ("gzip", "x-gzip", "deflate"), ("br", "zstd", "compress")
 Progress = Callable[[str, int], None]
 """(file name, bytes so far), called as bytes arrive."""
 
@@ -154,29 +154,32 @@ def _receive(url: str, part: Path, size: int | None, version: str | None) -> Ite
             else:
                 answer.raise_for_status()
                 have = target.truncate(0)
-            encoding = answer.headers.get("Content-Encoding", "").strip().lower() or "identity"
-            if encoding not in ("identity", *UNZIPPED):
-                raise OSError(f"cannot fetch {url}: it is sent as {encoding!r}: use another program, or another server")
-            for chunk in _unzipped(answer.iter_raw()) if encoding in UNZIPPED else answer.iter_raw():
+            chunks = answer.iter_raw()
+            for name in reversed(answer.headers.get("Content-Encoding", "").lower().replace(" ", "").split(",")):
+                if name in UNREAD:
+                    raise OSError(f"cannot fetch {url}: it is sent as {name!r}: use another program, or another server")
+                chunks = _unzipped(chunks, name == "deflate") if name in UNZIPPED else chunks
+            for chunk in chunks:
                 have += target.write(chunk)
                 yield have, came
             if span and span[1] not in ("*", str(have)):
                 raise huggingface_hub.errors.HTTPError(f"the answer ended at {have:,} of {int(span[1]):,} bytes")
 
 
-def _unzipped(chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _unzipped(chunks: Iterator[bytes], deflate: bool) -> Iterator[bytes]:
     """Decompresses gzip, which may have several members, or deflate. The library takes the first member for all, and
     one that ends early for whole. Raises HTTPError for an early end, zlib.error for damaged bytes."""
     import huggingface_hub
 
-    unzip = zlib.decompressobj(47)  # the header says which of the two it is
+    unzip = None
     for chunk in chunks:
         while chunk:
-            if unzip.eof:
-                unzip = zlib.decompressobj(47)
+            if unzip is None or unzip.eof:
+                raw = deflate and chunk[0] & 15 != 8  # some servers leave the header of zlib out
+                unzip = zlib.decompressobj(-15 if raw else 47)
             yield unzip.decompress(chunk)
             chunk = unzip.unused_data
-    if not unzip.eof:
+    if unzip is None or not unzip.eof:
         raise huggingface_hub.errors.HTTPError("the compressed answer ended early")
 
 
