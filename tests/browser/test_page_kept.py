@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from quern.generate.engine import Engine
 from quern.serve.routes import Welcome
 from tests.browser.chrome import Chrome
 from tests.browser.parrot import DONE, READY, Page, make_parrot, visiting
@@ -81,12 +80,12 @@ def test_names_do_not_end_with_half_a_character(page: Page) -> None:
 
 
 def test_the_chosen_model_outlives_a_reload(browser: Chrome) -> None:
-    engines: dict[str, Engine] = {"one": make_parrot(), "other": make_parrot()}
-    with visiting(browser, engines, welcome=Welcome(completes=["other"])) as page:
-        for model, mode in (("other", "text"), ("one", "chat"), ("other", "text")):
-            page.run(f"document.getElementById('model').value = '{model}'")
-            page.run("document.getElementById('model').onchange()")
-            assert page.run("document.body.dataset.mode") == mode, "a base model continues texts"
+    steps = "#new one text", "#new other chat", "[value=text] other text", "[value=chat] one chat", "#new other chat"
+    with visiting(browser, {"one": make_parrot(), "other": make_parrot()}, welcome=Welcome(completes=["one"])) as page:
+        for button, model, mode in map(str.split, steps):
+            page.click(button)
+            page.run(f"Object.assign(document.getElementById('model'), {{value: '{model}'}}).onchange()")
+            assert page.run("document.body.dataset.mode") == mode, "that of the model, unless the user chooses one"
         page.ask("first")
         assert page.texts(".stats")[0].startswith("other · "), "which model it was"
         page.open(fresh=False)

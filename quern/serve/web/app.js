@@ -275,6 +275,7 @@ function draw() {
 const modeOfModel = () => (welcome.completes.includes(byId("model").value) ? "text" : "chat");
 
 function start() {
+  modeChosen = false;
   open(newConversation(modeOfModel(), current?.system ?? ""));
 }
 
