@@ -143,10 +143,10 @@ def is_set(recipe: Recipe, name: str) -> bool:
 
 
 def refuse_set(recipe: Recipe, refusals: Iterable[tuple[str, str, str]]) -> None:
-    """Raises ValueError if a recipe, such as that of a file, sets a field of the training loop that a verb refuses.
+    """Raises ValueError if a recipe, such as that of a file, sets a field of `train` or `text` that a verb refuses.
     refusals: as `recipe_flags.Refusal`."""
     for name, reason, _ in refusals:
-        if name.startswith("train.") and is_set(recipe, name):
+        if name.startswith(("train.", "text.")) and is_set(recipe, name):
             raise ValueError(f"{flag(name)}, which the recipe '{recipe.name}' sets, {reason}")
 
 

@@ -90,8 +90,8 @@ class PlanOptions:
     refusals: ClassVar = (
         RL,
         Refusal(FINE_TUNING, "is for fine-tuning, and a plan is for pretraining"),
-        Refusal("train.minutes", "is a time on this machine, and a plan says how long others take: give train.steps"),
-        Refusal("text.tokenizer", "is not read for a plan: give the number of its tokens with text.vocab_size instead"),
+        Refusal("train.minutes", "is a time on this machine, and a plan says how long others take: give --train.steps"),
+        Refusal("text.tokenizer", "is not read for a plan: leave it out, and give its size with --text.vocab-size"),
         Refusal(
             "train.fp8", "is not in a plan, which counts products in bf16: leave it out, also of the recipe's file"
         ),

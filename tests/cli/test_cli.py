@@ -241,8 +241,8 @@ tokenizer --engine ray → --engine is for `quern prepare`
 pretrain --from-step 3 → --from-step chooses a checkpoint of another run: name that run with --from$
 pretrain --from= → --from is empty: give a name, or leave it out
 lab compare gpt llama --every → --rungs and --every are for the ladder: add --ladder, or leave them out
-lab plan --train.minutes 5 → ^quern lab: --train.minutes is a time on this machine, .*: give train.steps$
-lab plan --text.tokenizer a.json → ^quern lab: --text.tokenizer is not read for a plan: give .* text.vocab_size instead$
+lab plan --train.minutes 5 → ^quern lab: --train.minutes is a time on this machine, .*: give --train.steps$
+lab plan --text.tokenizer a.json → ^quern lab: --text.tokenizer is not read for a plan: .* --text.vocab-size$
 lab sweep --sampler grid --space optim.matrix-lr=1e-1..1 --trials 5 → : --trials does nothing with --sampler grid
 lab scaling --sizes 1 → ^quern lab: --sizes needs at least 4 sizes: fewer do not determine a minimum$
 rl --rl.rewards gsm8k --rl.data nope → ^quern rl: --rl.data nope: there is no such file or folder$

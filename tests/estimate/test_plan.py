@@ -53,15 +53,16 @@ def test_a_layout_that_does_not_fit_is_refused_with_numbers(tmp_path: Path, caps
     assert "Nothing fits: use fewer --gpus, or a larger --train.batch-tokens" in shown
 
 
-@pytest.mark.parametrize("setting", ["fp8='all'", "minutes=5.0"])
+@pytest.mark.parametrize("setting", ["train.fp8='all'", "train.minutes=5.0", "text.tokenizer='gpt2'"])
 def test_what_a_plan_does_not_count_is_refused_in_a_file_too(
     setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = "from dataclasses import replace", "from quern.recipes.gpt import RECIPE as GPT"
-    text = f"RECIPE = replace(GPT, name='mine', train=replace(GPT.train, {setting}))"
+    part, _, own = setting.partition(".")
+    text = f"RECIPE = replace(GPT, name='mine', {part}=replace(GPT.{part}, {own}))"
     (tmp_path / "mine.py").write_text("\n".join([*lines, text]), encoding="utf-8")
     assert main.main(["lab", "plan", str(tmp_path / "mine.py"), "--depth", "2"]) == 1
-    told = f"train.{setting.partition('=')[0]}, which the recipe 'mine' sets, is "
+    told = f"{setting.partition('=')[0]}, which the recipe 'mine' sets, is "
     assert told in capsys.readouterr().err
 
 
