@@ -10,8 +10,6 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +22,6 @@ from quern.bench.quality import quality
 from quern.bench.train import fp8, ranks, train
 from quern.kernels.attention.autotune import select_attention
 from quern.process import waiting
-from quern.records import read_json
 from quern.temporaries import write_whole
 from quern.terminal import counted
 from quern.validate import extra
@@ -72,21 +69,17 @@ def run(options: BenchOptions, log: Callable[[str], None], command: str = "") ->
 
 
 def measure(what: str, setup: Setup) -> None:
-    """Runs a benchmark, prints its figures and writes its record, after each of them: beside the earlier record as long
-    as that has more figures."""
+    """Runs a benchmark, prints its figures and writes its record. The figures so far are kept beside an earlier record,
+    which they replace at the end: a benchmark that fails or is stopped leaves both."""
     body, start, log = head(what, setup), time.monotonic(), setup.log
     measures: list[Figure] = []
-    interrupted, path = None, setup.out / "bench" / f"{what}.json"
-    earlier = len(read_json(path, dict[str, Any])["measures"]) if path.exists() else 0
+    failure, path = None, setup.out / "bench" / f"{what}.json"
+    part = path.with_suffix(".part.json")
 
-    def keep() -> Path:
+    def keep() -> None:
         seconds = round(time.monotonic() - start, 2)
         body.update(rounds=setup.rounds, seconds=seconds, settings=setup.settings, measures=measures)
-        part = path.with_suffix(".part.json")
-        part.unlink(missing_ok=True)
-        written = path if len(measures) >= earlier else part
-        write_whole(written, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
-        return written
+        write_whole(part, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
 
     log(f"\n{what}  (load average before {body['load_average_before']:.1f})")
     try:
@@ -107,14 +100,17 @@ def measure(what: str, setup: Setup) -> None:
         if what not in GPU:
             raise
         setup.failed(what, error)
-        interrupted = error if isinstance(error, KeyboardInterrupt) else None
-    written = keep()
+        failure = error
+    keep()
+    why = f", ended by {type(failure).__name__}" if failure is not None else "" if measures else ", no figure"
+    if not why:
+        part.replace(path)
     sizes = {name.replace("_", " "): v for name, v in setup.settings.items() if not isinstance(v, dict)}
     if sizes:
         log("  " + ", ".join(f"{name} {f'{v:,}' if isinstance(v, int) else v}" for name, v in sizes.items()))
-    log(f"  after {body['seconds']:.0f} s{'' if measures else ', no figure'}, record: {written}")
-    if interrupted is not None:
-        raise interrupted
+    log(f"  after {body['seconds']:.0f} s{why}, record: {part if why else path}")
+    if isinstance(failure, KeyboardInterrupt):
+        raise failure
 
 
 def introduction(setup: Setup) -> Iterator[str]:
