@@ -111,6 +111,7 @@ def test_closed_streams_are_nowhere_and_no_file_gets_their_numbers(tmp_path: Pat
     assert int((tmp_path / "file").read_text(encoding="utf-8")) > 2
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_of_the_output_is_one_line() -> None:
     """Also where the first line is written by the thread that tells of a wait."""
     waits = "process.SILENT_SECONDS = 0\nwith process.waiting('a', log=print):\n    time.sleep(0.2)\n"
