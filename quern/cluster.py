@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from quern.process import environment, set_child_env
@@ -46,6 +48,25 @@ def cluster_cpus() -> int:
     return max(1, int(ray_module().cluster_resources().get("CPU", 0)))
 
 
-def last_line(error: Exception) -> str:
-    """The message of one of Ray's errors, without the traceback of the other machine."""
-    return str(error).strip().splitlines()[-1]
+@contextmanager
+def actors(kind: type, count: int, what: str, arguments: tuple[Any, ...], **needs: Any) -> Iterator[list[Any]]:
+    """Runs actors of a class on the connected cluster for the length of the block. Raises RuntimeError where it has no
+    room for them, loses one, or one fails.
+
+    what: for messages; arguments: of the class; needs: Ray's options of an actor.
+    """
+    ray = ray_module()
+    started = [ray.remote(kind).options(**needs).remote(*arguments) for _ in range(count)]
+    try:
+        ray.get([one.__ray_ready__.remote() for one in started], timeout=SECONDS_TO_START)
+        yield started
+    except ray.exceptions.GetTimeoutError as error:
+        room = f"the cluster has had no room for {what} for {SECONDS_TO_START} s"
+        raise RuntimeError(f"{room}: give fewer --workers, or fewer --threads") from error
+    except ray.exceptions.RayError as error:
+        own = isinstance(error, ray.exceptions.RayTaskError)  # the actor's; others are the cluster's
+        last_line = str(error).strip().splitlines()[-1]  # without the traceback of the other machine
+        raise RuntimeError(("" if own else "the cluster has failed: ") + last_line) from error
+    finally:
+        for one in started:
+            ray.kill(one)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quern.cluster import SECONDS_TO_START, last_line, ray_module
+from quern.cluster import actors, ray_module
 from quern.flags.recipe_file import read_recipe_file
 from quern.kernels.attention.autotune import select_attention
 from quern.lab.trainer import Trainer, Trial
@@ -105,24 +105,13 @@ def on_cluster(out: Path, machine: Mapping[str, Any]) -> Train:
     It raises RuntimeError if the cluster has no room or loses the actor."""
 
     def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
-        ray, threads = ray_module(), machine["threads"]
+        threads, gpus = machine["threads"], int(machine["device"] == "cuda")
         arm = replace(arm, recipe=with_absolute_paths(arm.recipe))  # a worker runs in another folder
-        needs = {"num_cpus": threads, "num_gpus": int(machine["device"] == "cuda")}
-        actor = ray.remote(_Host).options(**needs).remote(_order(arm, out.resolve(), machine))
-        try:
-            ray.get(actor.ready.remote(), timeout=SECONDS_TO_START)
+        what = f"a worker with {threads} CPU threads and {gpus} GPUs"
+        order = (_order(arm, out.resolve(), machine),)
+        with actors(_Host, 1, what, order, num_cpus=threads, num_gpus=gpus) as (actor,):
             for answer in actor.train.options(num_returns="streaming").remote(list(seeds)):
-                yield typed(ray.get(answer), Trial)
-        except ray.exceptions.GetTimeoutError as error:
-            raise RuntimeError(
-                f"the cluster has had no room for a worker with {threads} CPU threads and {needs['num_gpus']} GPUs for "
-                f"{SECONDS_TO_START} s: give fewer --workers or fewer --threads"
-            ) from error
-        except ray.exceptions.RayError as error:
-            own = isinstance(error, ray.exceptions.RayTaskError)  # the arm's; others are the cluster's
-            raise RuntimeError(("" if own else "the cluster has lost the worker: ") + last_line(error)) from error
-        finally:
-            ray.kill(actor)
+                yield typed(ray_module().get(answer), Trial)
 
     return train
 
@@ -172,9 +161,6 @@ class _Host:
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._order = order
-
-    def ready(self) -> None:
-        """Returns when the actor runs."""
 
     def train(self, seeds: list[Seeds]) -> Iterator[dict[str, Any]]:
         with scratch_folder() as folder:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quern.cluster import SECONDS_TO_START, last_line, ray_module
+from quern.cluster import actors
 from quern.data.token_file import SHARD_TOKENS, ShardWriter
 from quern.terminal import Meter, counted
 from quern.text.tokenizer import Tokenizer, well_formed
@@ -106,9 +106,6 @@ class _Encoder:
     def __init__(self, tokenizer: Tokenizer, dtype: str) -> None:
         self._tokenizer, self._dtype = tokenizer, np.dtype(dtype)
 
-    def ready(self) -> None:
-        """Returns when the actor runs."""
-
     def encode(self, unit: list[str]) -> Encoded:
         return encode_unit(self._tokenizer, unit, self._dtype)
 
@@ -120,23 +117,10 @@ def on_cluster(tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterator[
     An encoder whose machine is lost starts on another one, and encodes its units again: equal units, equal ids. Raises
     RuntimeError if the cluster has no room for the encoders, or encoders were lost too often.
     """
-    ray = ray_module()
-    kind = ray.remote(_Encoder).options(num_cpus=1, max_restarts=RESTARTS, max_task_retries=RESTARTS)
-    encoders = [kind.remote(tokenizer, dtype.str) for _ in range(workers)]
-    turns = cycle(encoders)
-    try:
-        ray.get([encoder.ready.remote() for encoder in encoders], timeout=SECONDS_TO_START)
+    what, needs = f"{workers} encoders of one CPU each", {"max_restarts": RESTARTS, "max_task_retries": RESTARTS}
+    with actors(_Encoder, workers, what, (tokenizer, dtype.str), num_cpus=1, **needs) as encoders:
+        turns = cycle(encoders)
         yield lambda unit: next(turns).encode.remote(unit).future()
-    except ray.exceptions.GetTimeoutError as error:
-        raise RuntimeError(
-            f"the cluster has had no room for {workers} encoders of one CPU each for {SECONDS_TO_START} s: give fewer "
-            "--workers"
-        ) from error
-    except ray.exceptions.RayError as error:
-        raise RuntimeError(f"an encoder of the Ray cluster failed: {last_line(error)}") from error
-    finally:
-        for encoder in encoders:
-            ray.kill(encoder)
 
 
 def encoded(

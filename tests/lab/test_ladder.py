@@ -299,7 +299,7 @@ def test_runs_that_fail_are_no_numbers_anywhere(tmp_path: Path) -> None:
         ("", "OSError: [Errno 28] No space left on device"),
         ("", "ValueError: killed.py has changed since the study began"),
         ("", "the cluster has had no room for a worker"),
-        ("", "the cluster has lost the worker: its node died"),
+        ("", "the cluster has failed: its node died"),
     ],
 )
 def test_a_failure_is_a_record_and_one_from_outside_is_tried_at_the_next_start(
