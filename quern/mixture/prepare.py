@@ -159,10 +159,7 @@ def _read(source: OpenSource, split: str, rows: TaskRows, facts: _Facts) -> Iter
         elif source.public:
             facts["left_out"] += 1
         else:
-            raise ValueError(
-                f"{where}: the conversation holds a test question, that of {row}: remove it, since a "
-                "model that has learned it cannot be tested on it"
-            )
+            raise ValueError(f"{where}: it holds a test question, that of {row}, which must not be learned: remove it")
 
 
 def _refuse_few(recipe: Resolved, count: int, held_out: int, lost: int) -> None:

@@ -96,9 +96,7 @@ def _letter(answer: Any, choices: Sequence[str]) -> str:
         return letters[answer]
     if isinstance(answer, str) and len(answer) == 1 and answer in letters:
         return answer
-    raise ValueError(
-        f"the answer is {answer!r}: give the number of one of the {len(choices)} choices, from 0, or its letter"
-    )
+    raise ValueError(f"the answer is {answer!r}: give one of the {len(choices)} choices by number, from 0, or letter")
 
 
 HELD_OUT_EVERY = 50
@@ -248,10 +246,7 @@ def read_rows(
             skipped += 1
             first = first or place(path, record)
     if skipped and not count:
-        raise ValueError(
-            f"{first}: no assistant's turn is learned, here or in any other conversation of the source: add replies, "
-            "or give them the weight 1"
-        )
+        raise ValueError(f"{first}: no assistant's turn of the source is learned: add replies, or give them weight 1")
     if skipped:
         say(f"conversations: skipped {skipped:,} without an assistant's turn to learn, the first is {first}")
     if ignored:

@@ -53,10 +53,7 @@ def _text(value: Any, column: str) -> str:
     elif not isinstance(value, str):
         raise ValueError(f'expected an object such as {{"{column}": …}}')
     if not isinstance(value, str | None):
-        raise ValueError(
-            f"{column!r} holds {type(value).__name__}, not text: "
-            "make it text, or name what holds the text with --text.column NAME"
-        )
+        raise ValueError(f"{column!r} holds {type(value).__name__}, not text: convert it, or give --text.column NAME")
     refuse_surrogates(value or "")
     return value or ""
 
@@ -66,10 +63,7 @@ def refuse_surrogates(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the text holds the lone surrogate {ascii(text[error.start])[1:-1]}, which is no "
-            "character: remove it, or complete the pair that it is half of"
-        ) from error
+        raise ValueError(f"the lone surrogate {ascii(text[error.start])[1:-1]}: remove it, or complete it") from error
 
 
 def warning_of(paths: Sequence[Path], separated: bool = False, encoding: str = "utf-8") -> str | None:

@@ -277,10 +277,7 @@ def _json_values(path: Path, encoding: str) -> list[Any]:
     except OSError as error:
         raise cut_short(path, error) from error
     if len(raw) > JSON_BYTES:
-        raise UnreadableError(
-            f"{path} holds more than {human_size(JSON_BYTES)} of JSON, which would be read at once: make it a .jsonl, "
-            "for example with jq -c '.[]'"
-        )
+        raise UnreadableError(f"{path} holds more than {human_size(JSON_BYTES)} of JSON: make it .jsonl (jq -c '.[]')")
     text = decode(raw, path, 0)
     try:
         value = json.loads(text) if text.strip() else []

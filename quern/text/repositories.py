@@ -86,10 +86,7 @@ class HubName:
         """Raises ValueError for a text of another form."""
         match = _NAME.fullmatch(text)
         if match is None:
-            raise ValueError(
-                f"{text}: a data set of the Hugging Face Hub is named hf:OWNER/NAME, hf:OWNER/NAME:CONFIG or "
-                "hf:OWNER/NAME:CONFIG@REVISION"
-            )
+            raise ValueError(f"{text}: a data set of the Hugging Face Hub is named hf:OWNER/NAME[:CONFIG][@REVISION]")
         return HubName(**{key: value or "" for key, value in match.groupdict().items()})
 
     def __str__(self) -> str:
@@ -194,9 +191,7 @@ def _splits(repository: Repository, name: HubName, split: str) -> dict[str, tupl
     try:
         typed(repository.configs, Sequence[_Config])
     except ValueError as error:
-        raise ValueError(
-            f"{name}: its card lists configs in another form ({error}): correct {CARD} in a copy, or name the files"
-        ) from error
+        raise ValueError(f"{name}: its card is malformed ({error}): correct {CARD} in a copy, or name files") from error
     configs = {str(one["config_name"]): one for one in repository.configs if "config_name" in one}
     if not configs:
         found = _matching(readable, [f"{name.config}/**", f"data/{name.config}/**"]) if name.config else readable

@@ -159,10 +159,7 @@ class Tokenizer:
         """
         smallest = 256 + len(SPECIAL_TOKENS)
         if vocab_size < smallest:
-            raise ValueError(
-                f"vocab_size {vocab_size} is too small: 256 bytes and {len(SPECIAL_TOKENS)} special tokens "
-                f"need at least {smallest}"
-            )
+            raise ValueError(f"vocab_size {vocab_size} is too small: bytes and special tokens need at least {smallest}")
         import rustbpe  # only training needs it
 
         trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]  (compiled, without stubs)

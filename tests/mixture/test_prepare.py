@@ -198,11 +198,11 @@ def test_a_test_row_in_a_file_of_the_user_is_an_error(tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     write(tests / "gsm8k_test.jsonl", [GSM8K])
     named = replace(gpt.RECIPE.sft, tests=str(tests))
-    message = r"own.jsonl, line 6: .* holds a test question, that of .*gsm8k_test.jsonl, line 1 \(--sft.tests\)"
+    message = r"own.jsonl, line 6: it holds a test question, that of .*gsm8k_test.jsonl, line 1 \(--sft.tests\)"
     with pytest.raises(ValueError, match=message):
         prepared(own, out, sft=named)
     public("gsm8k", [GSM8K], [GSM8K], out)
-    with pytest.raises(ValueError, match=r"own.jsonl, line 6: .*val.parquet, record 1 \(gsm8k\): remove it"):
+    with pytest.raises(ValueError, match=r"own.jsonl, line 6: .*val.parquet, record 1 \(gsm8k\), which must not be learned: remove it"):
         prepared(own, out)
 
 

@@ -59,7 +59,7 @@ def test_multiple_choice_is_asked_with_letters() -> None:
 
 @pytest.mark.parametrize("answer", [4, -1, "E"])
 def test_an_answer_that_is_no_choice(answer: Any) -> None:
-    with pytest.raises(ValueError, match=r"the answer is .*: give the number of one of the 4 choices, from 0, or its"):
+    with pytest.raises(ValueError, match=r"the answer is .*: give one of the 4 choices by number, from 0, or letter"):
         to_messages({"question": "Which?", "choices": ["a", "b", "c", "d"], "answer": answer})
 
 

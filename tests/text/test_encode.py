@@ -47,7 +47,7 @@ def test_a_worker_that_is_killed_is_reported_and_the_others_end() -> None:
     units = encoded(cycle(TEXTS), TOKENIZER, np.dtype("<u2"), 2, SMALL_UNITS)
     next(units)
     os.kill((children() - before).pop(), signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="a process that encodes text ended early"):
+    with pytest.raises(RuntimeError, match="an encoding process ended early"):
         deque(units, maxlen=0)
     assert children() == before
 

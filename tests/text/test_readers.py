@@ -162,7 +162,7 @@ def test_quotes_count_at_the_beginning_of_a_field(tmp_path: Path, ending: str) -
         ("json", b'["a", {"body": "b"}]', ", record 2: there is no 'text', only 'body': .*--text.column NAME"),
         ("json", b'["a",\n"\xff"]', ", line 2: byte 2 of the line is not UTF-8"),
         ("json", b"[" * 100_000, ": not JSON"),
-        ("json", json.dumps(["x" * 200_000]).encode(), " holds more than 150.* of JSON, .* make it a .jsonl"),
+        ("json", json.dumps(["x" * 200_000]).encode(), " holds more than 150.* of JSON: make it .jsonl"),
     ],
     ids=range(16),
 )
@@ -193,7 +193,7 @@ def test_a_lone_surrogate_is_refused_and_a_pair_is_a_character(tmp_path: Path) -
     path.write_text('{"text": "\\ud83d\\ude00"}\n{"text": "x\\ud800y", "id": "\\ud800"}\n', encoding="utf-8")
     documents = read(path)
     assert next(documents) == "😀"
-    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the text holds the lone surrogate \\ud800"):
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the lone surrogate \\ud800"):
         next(documents)
 
 
