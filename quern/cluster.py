@@ -38,9 +38,7 @@ def connect(address: str) -> None:
             socket.create_connection((host, int(port)), timeout=SECONDS_TO_CONNECT).close()
         ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"there is no Ray cluster at {address} ({error}): start one with `ray start --head`, and give its address"
-        ) from error
+        raise ValueError(f"there is no Ray cluster at {address} ({error}): start it with `ray start --head`") from error
 
 
 def cluster_cpus() -> int:

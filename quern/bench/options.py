@@ -86,8 +86,6 @@ class BenchOptions(DeviceOptions):
                 raise ValueError(f"--{field.name} is for `quern bench {one}`: name {one}, or leave the flag out")
         none = self.train is self.data is None
         if "quality" in self.what and ((self.train is None) != (self.val is None) or none):
-            raise ValueError(
-                "quality needs text: give --train and --val, --data, or all three, each a file or a folder"
-            )
+            raise ValueError("quality needs text: give --train and --val, --data, or all three, each a file or folder")
         for name in ("train", "val", "data"):  # before the minutes of the first text
             refuse_missing(name, getattr(self, name))

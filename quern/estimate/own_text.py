@@ -101,10 +101,7 @@ def expectation(parameters: float, text_bytes: float, read_bytes: float, untrain
         f"to expect, if it is English prose: about {expected:.1f} bits per byte of text that it has not read: {what}",
     ]
     if text_bytes < ENOUGH_BYTES:
-        lines.append(
-            f"warning: this is little text, so the model will repeat it: {human_size(ENOUGH_BYTES)} are a beginning, "
-            "1 MB is better"
-        )
+        lines.append(f"warning: the model will repeat so little text: give {human_size(ENOUGH_BYTES)}, or better 1 MB")
     return lines
 
 

@@ -131,10 +131,7 @@ def read_rows(path: Path, task: CoreTask) -> list[Row]:
     no row of this kind of task, and for too few rows for the shots."""
     rows = documents.read_rows(path, task.name, FIELDS[task.kind], lambda row: _checked(row, task.kind))
     if len(rows) <= task.shots:
-        raise ValueError(
-            f"{path} has {len(rows)} rows, and {task.name} needs more than its {task.shots} shots: "
-            "take the whole file, or leave the task out"
-        )
+        raise ValueError(f"{path} has {len(rows)} rows, too few for {task.shots} shots of {task.name}: take all of it")
     random.Random(ORDER_SEED).shuffle(rows)
     return rows
 

@@ -171,10 +171,7 @@ def find_harness_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
     manager = TaskManager(include_path=[*dict.fromkeys(str(file.parent) for file in files)])
     found = [Path(name).stem if name.endswith(".yaml") else name for name in names]
     if unknown := [name for name in found if not manager.match_tasks([name])]:
-        raise ValueError(
-            f"lm-eval has no task '{unknown[0]}': `python -m lm_eval ls tasks` lists them; a file NAME.yaml "
-            "defines the task NAME"
-        )
+        raise ValueError(f"lm-eval has no task '{unknown[0]}': see `python -m lm_eval ls tasks`, or give NAME.yaml")
     return manager, found
 
 

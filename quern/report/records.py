@@ -100,10 +100,7 @@ def read_run(folder: Path) -> RunRecords:
     stages = [_read_stage(path) for path in sorted(found, key=lambda path: stage_order(path.name))]
     run, scores, samples = _read_object(folder / "run.json"), read_lines(folder / SCORES), read_lines(folder / SAMPLES)
     if not (stages or run or scores or samples):
-        raise FileNotFoundError(
-            f"{folder} holds no records of a run: name another run (quern report NAME), or train one first with "
-            "`quern run`"
-        )
+        raise FileNotFoundError(f"{folder} holds no records of a run: name another, or train one with `quern run`")
     recipe = next((stage.recipe for stage in stages if stage.recipe), {})
     shown = {_question(sample): sample for sample in samples}
     return RunRecords(folder.resolve().name, run, recipe, stages, scores, list(shown.values()))

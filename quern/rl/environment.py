@@ -84,9 +84,7 @@ def reward_of(environment: Environment, item: Item, reply: str) -> float:
     with own_code(f"reward() of environment '{environment.name}'", AGAIN):
         reward = float(environment.reward(item, reply))
     if not abs(reward) <= MOST_REWARD:  # false for NaN, too
-        raise ValueError(
-            f"environment '{environment.name}' gave the reward {reward}: give a number between ±{MOST_REWARD:g}"
-        )
+        raise ValueError(f"environment '{environment.name}' gave the reward {reward}: keep to ±{MOST_REWARD:g}")
     return reward
 
 
@@ -103,9 +101,7 @@ def draw_item(environment: Environment, seed: str, held_out: bool = False) -> It
         if is_held_out(item) == held_out:
             return item
     part = "held out" if held_out else "to practise"
-    raise ValueError(
-        f"environment '{environment.name}': none of the questions of {TRIES} seeds is {part}: it needs more questions"
-    )
+    raise ValueError(f"environment '{environment.name}': no question of {TRIES} seeds is {part}: it needs more of them")
 
 
 def load_environment(name: str, folder: Path | None = None) -> Environment:

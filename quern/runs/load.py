@@ -134,10 +134,7 @@ def open_checkpoint(
             if at == BEFORE_WARMDOWN:
                 step = max((one for one, path in there.items() if manifest.is_kept(path)), default=None)
             if step not in there:
-                raise ValueError(
-                    f"--from-step {at}: run '{run_dir.run}' has no such checkpoint; there are {NEWEST} and the steps "
-                    f"{', '.join(map(str, sorted(there)))}"
-                )
+                raise ValueError(f"--from-step {at}: run '{run_dir.run}' has only {NEWEST} and steps {sorted(there)}")
             manifest.verify(path := there[step])
         tensors, meta = checkpoint.load(path, verified=True)
     try:

@@ -196,9 +196,7 @@ class RunDir:
             try:
                 callables = read_recipe_file(kept, foreign[0].partition(":")[0])[0].callables()
             except ValueError as error:  # such as a module beside the file, which is not kept
-                raise ValueError(
-                    f"{error}. A run keeps its recipe's file alone: make the modules it imports importable (PYTHONPATH)"
-                ) from error
+                raise ValueError(f"{error}. A run keeps one file: add the modules it imports to PYTHONPATH") from error
         check_body(body)
         return resolve(Resolved.from_json(body, **(callables or {})))
 

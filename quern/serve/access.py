@@ -107,9 +107,7 @@ def _parse(path: Path) -> dict[bytes, str]:
         text = read_regular(path).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no file of UTF-8 text"
-        raise ValueError(
-            f"--keys {path} cannot be read ({reason}): name the file that `quern serve keys add` writes"
-        ) from error
+        raise ValueError(f"--keys {path} cannot be read ({reason}): name a file of `quern serve keys add`") from error
     hashes = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()

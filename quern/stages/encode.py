@@ -70,9 +70,7 @@ def on_processes(tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterato
     try:
         yield lambda unit: pool.submit(_encode, unit)
     except BrokenProcessPool as error:
-        raise RuntimeError(
-            "a process that encodes text ended early: see whether memory is short, and give fewer --workers"
-        ) from error
+        raise RuntimeError("an encoding process ended early: if memory is short, give fewer --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

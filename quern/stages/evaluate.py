@@ -92,9 +92,7 @@ class Questions:
         if bundle is not None and not core:
             raise ValueError("--bundle is for CORE: add --tasks core")
         if self.limit is not None and not (core or chat or self.harness):
-            raise ValueError(
-                "--limit is for --tasks core, --tasks chat and --harness: for other tasks, give --questions"
-            )
+            raise ValueError("--limit is for --tasks core or chat and for --harness: for other tasks, give --questions")
         if not chat and (self.chat_data is not None or self.samples > 1):
             raise ValueError("--chat-data and --samples are for the chat tasks: add --tasks chat")
         if self.samples > 1 and not {CHAT, f"{CHAT}/humaneval"} & set(chat):
@@ -270,10 +268,7 @@ def refuse_unequal(model: dict[str, Any], group: ProcessGroup) -> None:
     """Raises ValueError, on every rank, if the ranks have loaded different models. model: the facts on this rank's."""
     found = group.gather_objects(model)
     if any(one != found[0] for one in found):
-        raise ValueError(
-            f"the ranks loaded different checkpoints of stage {model['stage']}: evaluate again when nothing trains in "
-            "the run"
-        )
+        raise ValueError(f"the ranks loaded other checkpoints of {model['stage']}: evaluate when nothing trains")
 
 
 def _lines(loaded: LoadedModel, scores: Sequence[Score], log: Log) -> Lines:

@@ -98,9 +98,7 @@ def open_source(recipe: Resolved, out: Path, log: Callable[[str], None] = lambda
         OSError: A file cannot be read, or the cache of digests cannot be written.
     """
     if is_tokens(recipe.data, out):
-        raise ValueError(
-            f"--data {recipe.data} holds token ids: a new tokenizer, and a recipe's make_documents, need text"
-        )
+        raise ValueError(f"--data {recipe.data} is tokens: a new tokenizer and a recipe's make_documents need text")
     for folder in (out / "tokenizers", out / "data", *(out / "data").glob("*/")):
         remove_abandoned(folder)
     return _tinyworld(recipe, log) if recipe.data == "tinyworld" else _of_files(recipe, out, log)
@@ -236,10 +234,7 @@ def check_splits(name: str, documents: Callable[[str], Iterator[str]], log: Call
             raise ValueError(f"the {split} text of '{name}' is empty: give more text, or --val for validation")
     size = sum(map(_size, first(documents("val"), SMALL_VALIDATION_BYTES / 1e6)))
     if size < SMALL_VALIDATION_BYTES:
-        log(
-            f"warning: the validation text has only {size:,} bytes, so its loss says little: give more text, or a "
-            "validation text with --val"
-        )
+        log(f"warning: the validation text has only {size:,} bytes, so its loss says little: give more text, or --val")
 
 
 def _by_number(texts: Iterator[str], megabytes: float) -> Iterator[tuple[bool, str]]:

@@ -130,9 +130,7 @@ def _kept_start(session: Session) -> Start:
     """The model that a resumed stage began with, which is kept as its step 0."""
     folder = session.run_dir.checkpoints("rl")
     if 0 not in manifest.steps(folder):
-        raise FileNotFoundError(
-            f"{folder} has no step 0, the model that the stage began with: remove {folder.parent}, and begin again"
-        )
+        raise FileNotFoundError(f"{folder} has lost step 0, its first model: remove {folder.parent}, and begin again")
     return open_checkpoint(session.run_dir, "rl", session.log, "0")
 
 
@@ -148,9 +146,7 @@ def rl_recipe(asked: Recipe, base: Resolved) -> Resolved:
     if rl.overlong_tokens > rl.max_tokens:
         raise ValueError(f"rl.overlong-tokens must be at most rl.max-tokens, {rl.max_tokens}, not {rl.overlong_tokens}")
     if rl.updates > rl.groups:
-        raise ValueError(
-            f"rl.updates must be at most rl.groups, {rl.groups}, not {rl.updates}: each update needs a group"
-        )
+        raise ValueError(f"rl.updates must be at most rl.groups, {rl.groups}, not {rl.updates}: each needs a group")
     recipe = overlay(base, with_absolute_paths(asked), (*FOR_RL, *IN_FINE_TUNING))
     quarter = max(1, rl.steps // VALIDATIONS)
     every = {name: getattr(recipe.train, name) or quarter for name in ("eval_every", "save_every")}

@@ -186,8 +186,7 @@ class Stage:
             trained = [stage for stage in STAGES if self.run_dir.has_stepped(stage)]
             if self.start is not None and not self.resume and trained:
                 raise ValueError(
-                    f"run '{self.run_dir.run}' has a model of its own ({', '.join(trained)}): name a new run with "
-                    "--run, to begin it with the model that --from names"
+                    f"run '{self.run_dir.run}' has a model of its own ({', '.join(trained)}): name a new --run"
                 )
             yield
 

@@ -147,9 +147,7 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
             with waiting(machines, MEET_SECONDS):
                 met = meet()
         except AssertionError as error:  # this machine is the first now, and has not made the store that it tells of
-            raise RendezvousError(
-                f"torch {torch.__version__} cannot replace the machine of rank 0; 2.13 can"
-            ) from error
+            raise RendezvousError(f"torch {torch.__version__} cannot replace rank 0's machine; 2.13 can") from error
         # torch tells its store's address at the first meeting alone: a machine in a lost one's place would not hear it.
         own = met.bootstrap_store_info
         assert own is not None  # of c10d

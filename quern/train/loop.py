@@ -272,10 +272,7 @@ def resume(
     """
     mesh, found = backend.mesh, None
     if mesh.main and (found := manifest.latest(folder, log)) is None and manifest.steps(folder):
-        raise CheckpointError(
-            f"none of the checkpoints under {folder} is good: put back a copy of one, or remove that folder and begin "
-            "again"
-        )
+        raise CheckpointError(f"none of the checkpoints under {folder} is good: put back a copy, or remove that folder")
     step = mesh.world.broadcast_object(found[1]["step"] if found else None)
     if step is None:
         return False

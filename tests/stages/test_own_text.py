@@ -81,7 +81,7 @@ def test_more_time_and_more_text_make_a_deeper_model() -> None:
     for vocabulary_size, text_bytes, bytes_per_token in ((8192, 6.2e7, 3.58), (4096, 1.56e7, 3.64)):  # as measured
         assert best_depth(RECIPE, vocabulary_size, text_bytes, bytes_per_token, 600 * speed(0.9e12)) == 3
     little, enough = (expectation(1e6, size, 1e6, untrained=4) for size in (5e4, 1e6))
-    assert "warning: this is little text" in little[-1] and len(enough) == 2
+    assert "warning: the model will repeat so little text" in little[-1] and len(enough) == 2
     assert "about 5.2 bits per byte" in expectation(1e5, 2.5e3, 2e4, untrained=5.2)[1]  # the law alone says 6.5
 
 

@@ -112,7 +112,7 @@ def test_what_is_missing_is_said(tmp_path: Path, tokenizer: str) -> None:
     with pytest.raises(FileNotFoundError, match="held: there is no .bin file of that name, nor one in a folder of"):
         prepare(replace(recipe_for(path, tokenizer), val=str(tmp_path / "held")), tmp_path / "out", print)
     for recipe in (recipe_for(path, None), replace(recipe_for(path, None), make_documents=lines)):
-        with pytest.raises(ValueError, match=r"x.bin holds token ids: a new tokenizer, and a recipe's make_documents"):
+        with pytest.raises(ValueError, match=r"x.bin is tokens: a new tokenizer and a recipe's make_documents"):
             open_source(recipe, tmp_path / "out")
 
 

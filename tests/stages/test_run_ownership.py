@@ -327,9 +327,9 @@ def test_a_model_is_fine_tuned_as_often_as_wanted(runs: Runs) -> None:
     for verb, fields in (("sft", SFT), ("rl", RL)):
         killed = f"run 'killed' has no stage {verb} to continue with: begin again with --from RUN"
         runs.refused([killed], verb, "--resume", *fields, run="killed")
-    model = "run 'other' has a model of its own (pretrain): name a new run"
+    model = "run 'other' has a model of its own (pretrain): name a new --run"
     runs.refused([model], "sft", "--from", "app", *SFT, run="other")
-    there = "has no such checkpoint; there are newest and the steps 2, 4, 6"
+    there = "has only newest and steps [2, 4, 6]"
     runs.refused([there], "sft", "--from", "app", "--from-step", "5", *SFT, run="three")
     shutil.copy(runs.stage(run="other").parent / "tokenizer.json", runs.stage().parent)
     changed = "the tokenizer has changed since run 'app' began with it"

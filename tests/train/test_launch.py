@@ -146,7 +146,7 @@ UNMET = {
     "the machine of --rendezvous is lost": RendezvousConnectionError("the store is gone"),
     "cannot reach the other machines (the state is corrupt)": RendezvousStateError("the state is corrupt"),
     "cannot reach the other machines (wait timeout)": DistStoreError("wait timeout\nframe #0"),
-    f"cannot reach the other machines (torch {torch.__version__} cannot replace the machine of rank 0; 2.13 can)": (
+    f"cannot reach the other machines (torch {torch.__version__} cannot replace rank 0's machine; 2.13 can)": (
         AssertionError()
     ),
 }
