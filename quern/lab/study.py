@@ -90,10 +90,7 @@ class Study:
         old, new = (one | one["machine"] for one in (before, facts))
         fixed = [f"{flag} ({old[key]} then, {new[key]} now)" for key, flag in FIXED.items() if old[key] != new[key]]
         if fixed:
-            raise ValueError(
-                f"the study '{self.name}' was started with another {', '.join(fixed)}, so its runs could not be "
-                "compared: give the same flags, or name another study with --study"
-            )
+            raise ValueError(f"study '{self.name}' began with {', '.join(fixed)}: give the same, or another --study")
         pairs = [(key, old.get(key), new.get(key)) for key in ("quern", "commit", "torch")]
         if changed := [f"{key} {one} then, {other} now" for key, one, other in pairs if one != other]:
             log(f"warning: the study '{self.name}' was started by other software: {'; '.join(changed)}")

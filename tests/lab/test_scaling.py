@@ -133,7 +133,7 @@ def test_a_study_that_was_stopped_repeats_no_finished_run_and_keeps_its_plan(fir
     _, said = study(logged, rest := FakeTrainer())  # which changes nothing that is learned
     assert "3 runs finished before, 25 are left" in said and rest.trained == 25
     assert cells(given) == cells(whole) and fits(given) == fitted
-    with pytest.raises(ValueError, match=r"another --device \(cpu then, cuda now\)"):
+    with pytest.raises(ValueError, match=r"began with --device \(cpu then, cuda now\)"):
         run(given, FakeTrainer(), said.append, facts=on("cuda"))
     rates = replace(RECIPE, optim=replace(RECIPE.optim, matrix_lr=0.03))
     for changes, source, named in (

@@ -131,10 +131,7 @@ def refuse_lost(base: Recipe, ideas: Mapping[str, Recipe], named: Collection[str
             by, what = (f"--{flag(lost[0])}", "the flag") if lost[0] in named else ("the study", "it")
             raise ValueError(f"{name} sets {lost[0]}, which {by} sets for all arms: leave {what} out")
         if other := sorted(own & text):
-            raise ValueError(
-                f"{name} sets {other[0]}, so it would be validated on another text than the baseline: leave it out, or "
-                "give all arms the same --val"
-            )
+            raise ValueError(f"{name} sets {other[0]}, so another text validates it: leave it out, or give all a --val")
 
 
 def machine_line(machine: machines.Machine) -> str:

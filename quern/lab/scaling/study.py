@@ -256,15 +256,10 @@ def convention_lines(
     if found.refusal:
         lines.append(f"  no envelope: {found.refusal}")
     else:
-        lines.append(
-            f"  envelope: N* ∝ C^{found.parameters}, D* ∝ C^{found.tokens}, tokens per parameter {found.ratio}"
-        )
+        lines.append(f"  envelope: N* ∝ C^{found.parameters}, D* ∝ C^{found.tokens}, tokens/parameter {found.ratio}")
         lines += [f"  without {flops:.3g} FLOPs: N* ∝ C^{n:.3f}, D* ∝ C^{d:.3f}" for flops, n, d in found.leave_out]
     if not found.refusal and found.misfit < MISFIT:
-        lines.append(
-            f"  lack of fit: a cubic term fits the budgets better (p = {found.misfit:.2g}), so the intervals of the "
-            "minima are too narrow: measure sizes closer to them"
-        )
+        lines.append(f"  lack of fit (p = {found.misfit:.2g}): intervals are too narrow, measure closer to the minima")
     if surface.surface is None:
         lines.append(f"  no parametric fit: {surface.refusal}")
     else:

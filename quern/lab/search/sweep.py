@@ -127,15 +127,9 @@ def space_of(options: SweepOptions) -> Space:
     space = read_space(options.space, resolve(options.recipe))
     for name, one in space.items() if options.sampler == "grid" else ():
         if not one.values():
-            raise ValueError(
-                f"a grid needs the values of {flag(name)}, not the range {one.text}: list them ({flag(name)}=A,B,C) or "
-                f"give a step ({flag(name)}=LOW..HIGH:STEP)"
-            )
+            raise ValueError(f"a grid needs the values of {flag(name)}, not {one.text}: give A,B,C or LOW..HIGH:STEP")
     if options.pruner == "wilcoxon" and options.seeds < FEWEST_SEEDS_TO_PRUNE:
-        raise ValueError(
-            f"--pruner wilcoxon needs --seeds {FEWEST_SEEDS_TO_PRUNE} or more: with {options.seeds} it has too few "
-            "pairs; use --pruner hyperband or none"
-        )
+        raise ValueError(f"--pruner wilcoxon needs --seeds {FEWEST_SEEDS_TO_PRUNE} or more, not {options.seeds}")
     if options.pruner == "hyperband" and options.evaluations < REDUCTION**2:
         raise ValueError(f"--pruner hyperband needs --evaluations {REDUCTION**2} or more, not {options.evaluations}")
     return space
