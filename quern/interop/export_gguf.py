@@ -139,17 +139,11 @@ def run(
         raise ValueError(f"{path} is there already: name another file with --dir, or remove it first")
     loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
     if type(loaded.model) is not Llama:
-        raise ValueError(
-            f"run '{run_dir.run}' holds a {type(loaded.model).__name__}, for which other programs have no name: "
-            "export a run of the recipe `llama` (quern pretrain llama)"
-        )
+        raise ValueError(f"run '{run_dir.run}' holds a {type(loaded.model).__name__}: export a run of the recipe llama")
     refuse_windows(loaded.recipe.model)
     if difference := other_ids(loaded.tokenizer):
         if not accept_other_ids:
-            raise ValueError(
-                f"{difference}: train with a tokenizer of --text.digits 1 (quern pretrain llama --text.digits 1), "
-                "or accept the other ids with --accept-other-ids"
-            )
+            raise ValueError(f"{difference}: train with --text.digits 1, or accept other ids with --accept-other-ids")
         log(f"warning: {difference}, which makes the model's answers worse")
     shape = loaded.recipe.model
     weights = tensors(loaded.model.state_dict(), shape)

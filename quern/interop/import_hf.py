@@ -119,10 +119,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     for name in names:
         path = folder / name
         if not path.is_file():
-            raise FileNotFoundError(
-                f"there is no {path}: weights are read from safetensors only, "
-                "which transformers writes with save_pretrained"
-            )
+            raise FileNotFoundError(f"there is no {path}: only safetensors are read, as save_pretrained writes them")
         try:
             tensors = load_file(path)
         except SafetensorError as error:

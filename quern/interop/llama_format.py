@@ -62,10 +62,7 @@ class Checked(TypedDict, total=False):
 def refuse_windows(shape: ResolvedModel) -> None:
     """Raises ValueError for a Llama whose attention has windows."""
     if any(window is not None for window in shape.window_sizes()):
-        raise ValueError(
-            f"the model's attention has windows ({shape.windows}), the Llama of other programs sees everything: "
-            "train with --model.windows L"
-        )
+        raise ValueError(f"the Llama of other programs has no windows ({shape.windows}): train with --model.windows L")
 
 
 def weights_to(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
@@ -108,8 +105,7 @@ def config_to(shape: ResolvedModel) -> dict[str, Any]:
     refuse_windows(shape)
     if shape.width % shape.heads:
         raise ValueError(
-            f"transformers refuses a width of {shape.width} for {shape.heads} heads, since it is no multiple: "
-            "train with other --model.heads"
+            f"transformers refuses a width of {shape.width} for {shape.heads} heads: set other --model.heads"
         )
     return {
         "architectures": ["LlamaForCausalLM"],

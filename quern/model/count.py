@@ -69,10 +69,7 @@ def count(model: LanguageModel) -> Parameters:
         vectors = all(p.ndim < 2 for _, p in members)
         kind = model.group_kinds.get(group, group if group in sizes else "scalars" if vectors else None)
         if kind not in sizes:
-            raise ValueError(
-                f"{type(model).__name__} counts its parameters '{group}' as {kind}: "
-                f"give them one of {', '.join(KINDS)} in its group_kinds"
-            )
+            raise ValueError(f"{type(model).__name__}.group_kinds counts '{group}' as {kind}: use {', '.join(KINDS)}")
         sizes[kind] += sum(p.numel() for _, p in members)
     return of_kinds(sizes)
 

@@ -223,9 +223,6 @@ def _check(shape: ResolvedModel) -> None:
     if shape.depth % 2:
         raise ValueError(f"unet pairs the layers of its two halves: depth must be even, not {shape.depth}")
     if shape.kv_heads != shape.heads:
-        raise ValueError(
-            f"unet has one weight for queries, keys and values: leave out model.kv-heads ({shape.kv_heads}), "
-            f"or give it the number of heads, {shape.heads}"
-        )
+        raise ValueError(f"unet merges queries, keys and values: leave out model.kv-heads ({shape.kv_heads})")
     if shape.head_dim % 4:
         raise ValueError(f"unet turns half of each head's pairs: model.head-dim must divide by 4, not {shape.head_dim}")

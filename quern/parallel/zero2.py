@@ -280,10 +280,7 @@ class Zero2:
 def refuse_silent(names: Sequence[str]) -> None:
     """Raises ValueError naming parameters without a gradient."""
     if names:
-        raise ValueError(
-            f"no gradient reached {', '.join(names)}: run backward first; "
-            "if it ran, the model does not use these parameters, so remove them"
-        )
+        raise ValueError(f"no gradient reached {', '.join(names)}: run backward first, or remove them if unused")
 
 
 def _of_replicas(sums: Tensor, replicas: int) -> Tensor:

@@ -144,15 +144,15 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[Callable[[Path], RunDir], str]] = [
-    (lambda out: toy_run(out, windows="SL"), r"windows \(SL\), the Llama of other programs sees everything"),
+    (lambda out: toy_run(out, windows="SL"), r"the Llama of other programs has no windows \(SL\)"),
     (
         lambda out: write_run(out, toy_recipe("gpt")),
-        "holds a GPT, for which other programs have no name: export a run of the recipe",
+        "holds a GPT: export a run of the recipe",
     ),
     (lambda out: toy_run(out, vocab_size=320), "the model has 320 embeddings for 330 tokens"),
     (
         lambda out: toy_run(out, Tokenizer(toy_tokenizer().merges, r"\p{L}+|\P{L}+")),
-        "so ids would differ: .* or accept the other ids with --accept-other-ids",
+        "so ids would differ: .* or accept other ids with --accept-other-ids",
     ),
     (
         lambda out: toy_run(out, Tokenizer([b"abc", b"bcd"], single_digits().pattern)),

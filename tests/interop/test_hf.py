@@ -140,8 +140,8 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"windows": "SL"}, r"the model's attention has windows \(SL\).*train with --model.windows L"),
-        ({"width": 64}, "transformers refuses a width of 64 for 6 heads, since it is no multiple: train with other"),
+        ({"windows": "SL"}, r"the Llama of other programs has no windows \(SL\): train with --model.windows L"),
+        ({"width": 64}, "transformers refuses a width of 64 for 6 heads: set other --model.heads"),
     ],
 )
 def test_a_llama_that_theirs_cannot_be_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def other_words(folder: Path) -> None:
         (reconfigure(num_hidden_layers=1), "these weights are no Llama's: model.layers.1.input_layernorm.weight, .* 6"),
         (reweigh(lambda w: w.pop("model.norm.weight")), "weights are missing: model.norm.weight"),
         (reweigh(lambda w: w.update(surplus=torch.ones(2))), "these weights are no Llama's: surplus"),
-        (pickled, "weights are read from safetensors only, which transformers writes with save_pretrained"),
+        (pickled, "only safetensors are read, as save_pretrained writes them"),
         (reweigh(lambda w: w["model.norm.weight"].fill_(torch.nan)), "model.norm.weight .torch.float32. must hold fin"),
         (reweigh(lambda w: w.update({"model.norm.weight": torch.ones(60).int()})), "torch.int32. must hold finite"),
         (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]), "model.safetensors is damaged"),

@@ -119,5 +119,5 @@ def test_a_group_without_a_kind_is_named() -> None:
     class Novel(GPT):
         group_kinds = {name: kind for name, kind in GPT.group_kinds.items() if name != "smear"}
 
-    with pytest.raises(ValueError, match="Novel counts its parameters 'smear' as None: give them one of embedding"):
+    with pytest.raises(ValueError, match="Novel.group_kinds counts 'smear' as None: use embedding"):
         parameters(of(SMALL, Novel))
