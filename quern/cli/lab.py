@@ -51,10 +51,6 @@ def _compare(
     return command.run(arms, read[0][1], set(rest.given), (typed or rest).command(f"lab {tool}"), log, answers=answers)
 
 
-def _ladder(rest: Arguments, help_text: str) -> int:
-    return _compare(Arguments((*rest, "--ladder")), help_text, "ladder")
-
-
 def _calibrate(rest: Arguments, help_text: str) -> int:
     """Trains ideas whose outcome is known (`quern lab calibrate BASELINE ANSWERS.json`). Their files are in the folder
     of ANSWERS.json, or below it."""
@@ -140,7 +136,7 @@ TOOLS: dict[str, tuple[Callable[[Arguments, str], int], str, str]] = {
         "experiments/baseline.py experiments/swiglu.py --ladder --data texts/",
     ),
     "ladder": (
-        _ladder,
+        lambda rest, help_text: _compare(Arguments((*rest, "--ladder")), help_text, "ladder"),
         "train the baseline on the ladder's rungs, for compute multipliers (compare … --ladder)",
         "experiments/baseline.py --data texts/",
     ),
