@@ -7,8 +7,10 @@ not fit even a tenth below it is refused. A GPU has its own memory, CPU ranks sh
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,18 +38,11 @@ MORE_RANKS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def machine_memory() -> float:
-    """Bytes of this machine, or what its container may have; infinite where the system does not say."""
-    sizes = [float("inf")]
-    for path in ("/sys/fs/cgroup/memory.max", "/proc/meminfo"):
-        try:
-            words = Path(path).read_text(encoding="utf-8").split()
-        except OSError:
-            continue
-        if words[0] == "MemTotal:":
-            sizes.append(float(words[1]) * 1024)
-        elif words[0].isdigit():
-            sizes.append(float(words[0]))
-    return min(sizes)
+    """Bytes of this machine, or what its container may have."""
+    size = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with suppress(OSError, ValueError):  # "max" is no limit
+        size = min(size, float(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
+    return size
 
 
 def room_of_a_rank(machine: Machine, mesh: Mesh) -> float:
