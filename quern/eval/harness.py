@@ -72,9 +72,7 @@ class LM(TemplateLM):
         """The ids of a text, from BOS on unless add_special_tokens is False. Names of special tokens are text."""
         return [*([] if add_special_tokens is False else [self.text.bos]), *self.text.encode(string)]
 
-    def _loglikelihood_tokens(
-        self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: list[Pair], **kwargs: Any) -> list[tuple[float, bool]]:
         """The log-probability of each continuation, and whether each of its tokens is the likeliest one."""
         groups = [list(group) for _, group in itertools.groupby(requests, key=lambda request: request[1])]
         examples = [self._example(group) for group in groups]
