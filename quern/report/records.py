@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quern.records import EVENTS, METRICS, read_events, read_json, read_lines, read_metrics
+from quern.terminal import human_size
 
 Record = dict[str, Any]
 """A line of a record, or a whole file of JSON."""
@@ -202,11 +203,6 @@ def human(value: float) -> str:
     return _scaled(value, ("T", "B", "M", "K")) or f"{value:.3g}"
 
 
-def human_bytes(value: float) -> str:
-    """24,000,000 → 24 MB."""
-    return _scaled(value, (" TB", " GB", " MB", " kB")) or f"{value:.0f} bytes"
-
-
 def human_flops(value: float) -> str:
     """4.7e14 → 470 TFLOP."""
     return _scaled(value, [f" {prefix}FLOP" for prefix in "ZEPTGM"], smallest=1e6) or f"{value:,.0f} FLOP"
@@ -273,7 +269,7 @@ def formatted(key: str, value: Any) -> str:
             return "yes" if value else "no"
         return ", ".join(map(plain, value)) if isinstance(value, list) else str(value)
     if key == "bytes" or key.endswith("_bytes") or key.endswith("bytes_per_token") and amount > 64:
-        return human_bytes(amount)
+        return human_size(amount)
     if key in SHARES or key.endswith(("_share", "_utilisation")):
         return percent(amount)
     if key.endswith("seconds"):
