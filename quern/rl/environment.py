@@ -12,6 +12,7 @@ import atexit
 import random
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache, partial
@@ -138,20 +139,14 @@ def _of_file(
     reward: Callable[[Item, str], float],
 ) -> Environment:
     """An environment that asks the rows of a file of the folder (`rl.data`). file: its name without the ending."""
-    path, notes = _find(file, folder) if folder is not None else None, list[str]()
+    path, notes = None, list[str]()
+    with suppress(FileNotFoundError):  # a folder that is missing or has no rows
+        path = folder and find_file(folder, file)
     if path is None:
         there = f", {folder} has none" if folder else ""
         raise FileNotFoundError(f"--rl.rewards {name} reads {file}.jsonl: name its folder with --rl.data{there}")
     items = read_rows(path, name, columns, read, notes.append)
     return Environment(name, lambda seed: random.Random(seed).choice(items), reward, (path,), tuple(notes))
-
-
-def _find(file: str, folder: Path) -> Path | None:
-    """Returns what `find_file` finds; None also for a folder that is missing or has no rows."""
-    try:
-        return find_file(folder, file)
-    except FileNotFoundError:
-        return None
 
 
 # GSM8K ------------------------------------------------------------------------------------------------------
