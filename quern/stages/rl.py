@@ -189,7 +189,8 @@ def validation(rollouts: Rollouts, mesh: Mesh) -> Evaluator:
             right = sum(one.right for one in group)
             sums[number] += 1, pass_at_k(right, samples, 1), pass_at_k(right, samples, samples)
         facts = [float(divergence(now, first)[own].sum()), float(own.sum())]
-        *flat, nats, tokens = _summed([*sums.ravel().tolist(), *facts], mesh)
+        own_totals = mesh.data.gather_objects([*sums.ravel().tolist(), *facts])
+        *flat, nats, tokens = np.sum(own_totals, axis=0).tolist()
         gap = max(mesh.data.gather_objects(float(np.abs(now - sampled)[own].max(initial=0.0))))
         sums = np.array(flat).reshape(-1, 3)
         _, one, many = sums.sum(axis=0) / max(1.0, sums[:, 0].sum())
@@ -205,8 +206,3 @@ def validation(rollouts: Rollouts, mesh: Mesh) -> Evaluator:
         return told
 
     return evaluate
-
-
-def _summed(values: list[float], mesh: Mesh) -> list[float]:
-    """The values added up over the replicas."""
-    return np.sum(mesh.data.gather_objects(values), axis=0).tolist()
