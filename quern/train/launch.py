@@ -302,8 +302,11 @@ def joined(
     if here.ranks == 1:
         yield detect(threads), alone()
         return
-    parent = os.getppid()
-    _exit_if_over(parent)
+    parent, given = os.getppid(), environment()
+    if RESULT in given and Path(given[RESULT]).exists():  # this rank was started after the outcome was decided
+        exit_now(0)
+    if int(given.get(PARENT, parent)) != parent:  # its parent is gone
+        exit_now(1)
     heartbeat = None
 
     def log(line: str) -> None:
@@ -378,12 +381,3 @@ def _report(error: BaseException, here: Place, log: Callable[[str], None], heart
         traceback.print_exception(error)
     log(f"{reason}; all end")
     return 1
-
-
-def _exit_if_over(parent: int) -> None:
-    """Exits if this rank was started after the outcome was decided, or if its parent is gone."""
-    given = environment()
-    if RESULT in given and Path(given[RESULT]).exists():
-        exit_now(0)
-    if int(given.get(PARENT, parent)) != parent:
-        exit_now(1)
