@@ -187,9 +187,7 @@ def test_conversations_without_an_answer_are_skipped_or_refused(tmp_path: Path) 
     assert list(read_conversations(path, said.append)) == [[USER, ANSWER]]
     assert said[-1] == f"conversations: skipped 2 without an assistant's turn to learn, the first is {path}, line 1"
     write_rows(path, [[USER], [USER, {**ANSWER, "weight": 0}]])
-    with pytest.raises(
-        ValueError, match="a.jsonl, line 1: no assistant's turn of the source is learned: add replies, or give"
-    ):
+    with pytest.raises(ValueError, match="a.jsonl, line 1: no assistant's turn of the source is learned: add .*give"):
         list(read_conversations(path))
 
 
