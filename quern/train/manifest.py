@@ -61,7 +61,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if manifest.pop("sha256", None) != _content_hash(manifest):
         raise CheckpointError(f"{file} does not match its own sha256")
     if isinstance(schema := manifest.get("schema"), int) and schema > SCHEMA:
-        raise ValueError(f"{path} has schema {schema}, above this version's {SCHEMA}: update quern, or move it away")
+        raise ValueError(f"{path} has schema {schema}, this version reads up to {SCHEMA}: update quern or move it away")
     try:
         return dict(typed(manifest, Manifest))
     except ValueError as error:
