@@ -468,7 +468,7 @@ OWN = replace(RECIPE, train=TrainRecipe(batch_tokens=4096, log_every=3), text=re
         ),
         (replace(RECIPE, depth=RECIPE.depth + 1), [], True, "sets depth, which the study sets"),
         (replace(RECIPE, depth=RECIPE.depth + 1), [], False, None),
-        (replace(RECIPE, data="a.txt"), [], False, "sets data, so another text validates it"),
+        (replace(RECIPE, data="a.txt"), [], False, "sets data, and so another validation text"),
         (replace(RECIPE, data="a.txt"), ["data", "val"], False, "sets data, which --data sets"),
         (replace(RECIPE, data="a.txt"), ["val"], False, None),
     ],

@@ -256,7 +256,8 @@ def check_proxy(study: Comparison, rung: int) -> None:
     error = statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
     most = study.ngrams[rung]["3"] - max(LEAST_MARGIN, 3 * error)
     if study.plan.ladder and scores and statistics.fmean(scores) > most:
-        raise ValueError(f"rung {rung} is no proxy: {proxy_line(study, rung)}: give more text, or easier text")
+        told = f"{proxy_line(study, rung)}: the baseline is not clearly below the trigram"
+        raise ValueError(f"rung {rung} is no proxy: {told}: give more text, or a text that it learns faster")
 
 
 def check_reach(study: Comparison, rung: int, any_delta: bool) -> str:
