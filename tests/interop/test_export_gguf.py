@@ -57,7 +57,7 @@ def test_a_run_becomes_a_file_that_llama_cpp_loads(
     toy_run(tmp_path, toy_tokenizer())
     export = ["export", "--to", "gguf", "--run", "first", "--dir", str(tmp_path / "two.gguf"), *out]
     assert main.main(export) == 1
-    assert "ids would differ: train with a tokenizer of --text.digits 1" in capsys.readouterr().err
+    assert "ids would differ: train with --text.digits 1" in capsys.readouterr().err
     assert not (tmp_path / "two.gguf").exists()
     assert main.main([*export, "--accept-other-ids"]) == 0
     assert "warning: llama.cpp has no split like this tokenizer's" in capsys.readouterr().out
