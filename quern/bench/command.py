@@ -102,13 +102,16 @@ def measure(what: str, setup: Setup) -> None:
         setup.failed(what, error)
         failure = error
     keep()
-    why = f", ended by {type(failure).__name__}" if failure is not None else "" if measures else ", no figure"
-    if not why:
+    whole = failure is None and bool(measures)
+    if whole:
         part.replace(path)
     sizes = {name.replace("_", " "): v for name, v in setup.settings.items() if not isinstance(v, dict)}
     if sizes:
         log("  " + ", ".join(f"{name} {f'{v:,}' if isinstance(v, int) else v}" for name, v in sizes.items()))
-    log(f"  after {body['seconds']:.0f} s{why}, record: {part if why else path}")
+    ended = "" if measures else ", no figure"
+    if failure is not None:
+        ended = f", ended by {type(failure).__name__}"
+    log(f"  after {body['seconds']:.0f} s{ended}, record: {path if whole else part}")
     if isinstance(failure, KeyboardInterrupt):
         raise failure
 

@@ -44,7 +44,7 @@ class BitsPerByte:
     def of(cls, nats: float, tokens: int, num_bytes: int) -> "BitsPerByte":
         """Computes the measure from sums, which may be sums over ranks. Raises ValueError: no byte was measured."""
         if num_bytes < 1 or tokens < 1:
-            raise ValueError("bits per byte needs at least one target that stands for text: give more of it")
+            raise ValueError("bits per byte needs at least one target that stands for text: give more validation text")
         return cls(nats / (math.log(2) * num_bytes), nats / tokens, tokens, num_bytes)
 
     def uniform_bpb(self, vocab_size: int) -> float:

@@ -131,7 +131,9 @@ def read_rows(path: Path, task: CoreTask) -> list[Row]:
     no row of this kind of task, and for too few rows for the shots."""
     rows = documents.read_rows(path, task.name, FIELDS[task.kind], lambda row: _checked(row, task.kind))
     if len(rows) <= task.shots:
-        raise ValueError(f"{path} has {len(rows)} rows, too few for {task.shots} shots of {task.name}: take all of it")
+        raise ValueError(
+            f"{path} has {len(rows)} rows, too few for {task.shots} shots of {task.name}: take the whole file"
+        )
     random.Random(ORDER_SEED).shuffle(rows)
     return rows
 

@@ -42,7 +42,7 @@ class AttentionMask:
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """Computes attention (B, T, H, E) by the path that `choose` selects. Raises TypeError for a dense mask."""
     if not isinstance(mask, AttentionMask):
-        raise TypeError(f"attention takes an AttentionMask (window, segment_ids), no dense {type(mask).__name__}")
+        raise TypeError(f"attention takes an AttentionMask (window, segment_ids), not a dense {type(mask).__name__}")
     if mask.window is not None and mask.window >= q.shape[1]:  # it covers the whole row
         mask = replace(mask, window=None)
     return choose(jax.default_backend(), q, mask)(q, k, v, mask)

@@ -139,7 +139,9 @@ def run(
         raise ValueError(f"{path} is there already: name another file with --dir, or remove it first")
     loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
     if type(loaded.model) is not Llama:
-        raise ValueError(f"run '{run_dir.run}' holds a {type(loaded.model).__name__}: export a run of the recipe llama")
+        raise ValueError(
+            f"run '{run_dir.run}' is no Llama, which alone llama.cpp knows: export a run of `quern pretrain llama`"
+        )
     refuse_windows(loaded.recipe.model)
     if difference := other_ids(loaded.tokenizer):
         if not accept_other_ids:

@@ -275,8 +275,9 @@ def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | No
         if not run_dir.folder.exists():
             raise FileNotFoundError(run_dir.has_no("model"))
         others = [f"`quern {name} --resume {run_dir.flags}`" for name in STAGES if run_dir.has_trained(name)]
-        anew = "begin again with --from RUN" if tunes else "name what to train, or another run"
-        instead = f"it has {' and '.join(others)}" if others else anew
+        instead = "begin again with --from RUN" if tunes else "name what to train, or another run"
+        if others:
+            instead = f"it has {' and '.join(others)}"
         raise ValueError(f"run '{run_dir.run}' has no stage {stage} to continue with: {instead}")
     code = run_dir.kept_source(stage, source)
     if chosen and (source != code or (source is None and recipe.name != body.name)):

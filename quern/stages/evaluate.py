@@ -268,7 +268,7 @@ def refuse_unequal(model: dict[str, Any], group: ProcessGroup) -> None:
     """Raises ValueError, on every rank, if the ranks have loaded different models. model: the facts on this rank's."""
     found = group.gather_objects(model)
     if any(one != found[0] for one in found):
-        raise ValueError(f"the ranks loaded other checkpoints of {model['stage']}: evaluate when nothing trains")
+        raise ValueError(f"the ranks loaded different checkpoints of {model['stage']}: evaluate when nothing trains")
 
 
 def _lines(loaded: LoadedModel, scores: Sequence[Score], log: Log) -> Lines:

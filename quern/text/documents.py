@@ -63,7 +63,10 @@ def refuse_surrogates(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"the lone surrogate {ascii(text[error.start])[1:-1]}: remove it, or complete it") from error
+        half = ascii(text[error.start])[1:-1]
+        raise ValueError(
+            f"the text holds {half}, half of a surrogate pair: remove it, or add the other half"
+        ) from error
 
 
 def warning_of(paths: Sequence[Path], separated: bool = False, encoding: str = "utf-8") -> str | None:

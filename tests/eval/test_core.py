@@ -165,7 +165,7 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str, messag
 def test_too_few_rows_for_the_shots_and_missing_files_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "piqa.jsonl"
     path.write_text('{"query": "q", "choices": ["a", "b"], "gold": 1}\n' * 10, encoding="utf-8")
-    with pytest.raises(ValueError, match="has 10 rows, too few for 10 shots of piqa: take all of it"):
+    with pytest.raises(ValueError, match="has 10 rows, too few for 10 shots of piqa: take the whole file"):
         core.read_rows(path, core.BY_NAME["piqa"])
     with pytest.raises(ValueError, match="has no file for copa: give its folder"):
         core.find_tasks(tmp_path, ["copa", "piqa"])

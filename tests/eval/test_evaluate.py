@@ -316,5 +316,5 @@ def test_ranks_with_different_models_are_refused() -> None:
     model = {"stage": "sft", "step": 3}
     refuse_unequal(model, Gathered("world", 2, 1))
     refuse_unequal(model | {"step": 4}, alone().world)
-    with pytest.raises(ValueError, match="the ranks loaded other checkpoints of sft: evaluate when"):
+    with pytest.raises(ValueError, match="the ranks loaded different checkpoints of sft: evaluate when"):
         refuse_unequal(model | {"step": 4}, Gathered("world", 2, 1))

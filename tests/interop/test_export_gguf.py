@@ -147,7 +147,7 @@ REFUSED: list[tuple[Callable[[Path], RunDir], str]] = [
     (lambda out: toy_run(out, windows="SL"), r"the Llama of other programs has no windows \(SL\)"),
     (
         lambda out: write_run(out, toy_recipe("gpt")),
-        "holds a GPT: export a run of the recipe",
+        "is no Llama, which alone llama.cpp knows: export a run of",
     ),
     (lambda out: toy_run(out, vocab_size=320), "the model has 320 embeddings for 330 tokens"),
     (

@@ -193,7 +193,7 @@ def test_a_lone_surrogate_is_refused_and_a_pair_is_a_character(tmp_path: Path) -
     path.write_text('{"text": "\\ud83d\\ude00"}\n{"text": "x\\ud800y", "id": "\\ud800"}\n', encoding="utf-8")
     documents = read(path)
     assert next(documents) == "😀"
-    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the lone surrogate \\ud800"):
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the text holds \\ud800, half of a surrogate pair"):
         next(documents)
 
 

@@ -131,7 +131,9 @@ def refuse_lost(base: Recipe, ideas: Mapping[str, Recipe], named: Collection[str
             by, what = (f"--{flag(lost[0])}", "the flag") if lost[0] in named else ("the study", "it")
             raise ValueError(f"{name} sets {lost[0]}, which {by} sets for all arms: leave {what} out")
         if other := sorted(own & text):
-            raise ValueError(f"{name} sets {other[0]}, and so another validation text: leave it out, or name one --val")
+            raise ValueError(
+                f"{name} sets {other[0]}, and so another validation text: leave it out, or give all arms --val"
+            )
 
 
 def machine_line(machine: machines.Machine) -> str:
