@@ -1,7 +1,7 @@
 """`quern bench`: how fast each part of quern is on this machine, and how good a model some minutes of training make.
 
-Each benchmark prints its figures with their spread and writes a record to <out>/bench/<what>.json. docs/benchmarks/
-README.md says how each figure is measured.
+Each benchmark prints its figures with their spread and writes a record to <out>/bench/<what>.json, with --quick
+<what>.quick.json. docs/benchmarks/README.md says how each figure is measured.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def measure(what: str, setup: Setup) -> None:
     which they replace at the end: a benchmark that fails or is stopped leaves both."""
     body, start, log = head(what, setup), time.monotonic(), setup.log
     measures: list[Figure] = []
-    failure, path = None, setup.out / "bench" / f"{what}.json"
+    failure, path = None, setup.out / "bench" / f"{what}{'.quick' if setup.quick else ''}.json"
     part = path.with_suffix(".part.json")
 
     def keep() -> None:

@@ -68,7 +68,7 @@ class BenchOptions(DeviceOptions):
     depth: Annotated[int, Interval(ge=1, le=1000)] | None = None
     """`quality`: the depth of the recipe. Default: fitted to text and time."""
     quick: bool = False
-    """Use tiny sizes, to see that everything runs; the figures mean nothing."""
+    """Use tiny sizes, to see that everything runs; the figures mean nothing. The records are <what>.quick.json."""
     only: DtypeAndHeadDim | None = None
     """`exactness`: the only dtype and head dim. Default: all of them, one after another."""
 

@@ -37,7 +37,8 @@ def measured(out: Path, *what: Any) -> tuple[int, dict[str, Any]]:
     """The exit code of `quern bench`, and its records by name."""
     options = BenchOptions(what=what, quick=True, rounds=1, start=False, compile=False, threads=1, out=out)
     code = command.run(options, print)
-    return code, {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (out / "bench").iterdir()}
+    quick = (out / "bench").glob("*.quick*.json")
+    return code, {path.stem.replace(".quick", ""): json.loads(path.read_text(encoding="utf-8")) for path in quick}
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -92,7 +93,7 @@ def test_a_benchmark_that_fails_or_runs_out_of_time_keeps_its_figures(
 
     def looks(setup: Setup) -> Iterator[Figure]:
         yield figure("one", "s", 1.0)
-        body = json.loads((tmp_path / "bench" / "muon.part.json").read_text(encoding="utf-8"))
+        body = json.loads((tmp_path / "bench" / "muon.quick.part.json").read_text(encoding="utf-8"))
         assert [one["name"] for one in body["measures"]] == ["one"], "a killed process would lose it"
         yield figure("two", "s", 2.0)
 
@@ -100,21 +101,24 @@ def test_a_benchmark_that_fails_or_runs_out_of_time_keeps_its_figures(
     code, found = measured(tmp_path, "rope", "muon")
     assert code == 1 and [body["measures"][0]["median"] for body in (found["rope.part"], found["muon"])] == [1.0, 3.0]
     assert "raise RuntimeError" in found["rope.part"]["settings"]["failures"]["rope"]
-    assert f", ended by RuntimeError, record: {tmp_path / 'bench' / 'rope.part.json'}\n" in capsys.readouterr().out
+    record = tmp_path / "bench" / "rope.quick.part.json"
+    assert f", ended by RuntimeError, record: {record}\n" in capsys.readouterr().out
     assert "failures" not in found["muon"]["settings"]
     with pytest.raises(KeyboardInterrupt):
         measured(tmp_path, "fp8", "muon")
-    body = json.loads((tmp_path / "bench" / "fp8.part.json").read_text(encoding="utf-8"))
+    body = json.loads((tmp_path / "bench" / "fp8.quick.part.json").read_text(encoding="utf-8"))
     assert body["measures"][0]["median"] == 2.0
     with pytest.raises(RuntimeError, match="no kernel image"):
         measured(tmp_path, "encode")
     monkeypatch.setattr(command, "BENCHMARKS", {"rope": lambda setup: [][1], "muon": looks})
-    (tmp_path / "bench" / "rope.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "bench" / "rope.quick.json").write_text("{}", encoding="utf-8")
     found = measured(tmp_path, "rope", "muon")[1]
     assert found["rope"] == {} and found["rope.part"]["measures"] == [], "an earlier record stays, also a damaged one"
     assert len(found["muon"]["measures"]) == 2 and "failures" not in found["muon"]["settings"]
     monkeypatch.setattr(command, "BENCHMARKS", {"muon": goes_on})
+    (tmp_path / "bench" / "muon.json").write_text("{}", encoding="utf-8")
     found = measured(tmp_path, "muon")[1]
+    assert (tmp_path / "bench" / "muon.json").read_text(encoding="utf-8") == "{}", "no record of --quick"
     assert len(found["muon"]["measures"]) == 1 and "muon.part" not in found, "it has fewer figures, and all of them"
 
 
