@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
@@ -65,9 +65,9 @@ MOST_SUGGESTION_CHARACTERS = 160
 
 @dataclass(frozen=True)
 class Welcome:
-    """The beginning of the page. completes: the models that continue texts and were never taught to chat."""
+    """The beginning of the page. suggestions: by model; completes: the models that were never taught to chat."""
 
-    suggestions: Sequence[str] = ()
+    suggestions: Mapping[str, Sequence[str]] = field(default_factory=dict)
     completes: Sequence[str] = ()
 
 

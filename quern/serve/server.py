@@ -141,8 +141,7 @@ def open_app(
 
     def welcome() -> Welcome:
         stages = {name: newest[0] if newest else "" for name, newest in shown.items()}
-        first, source = next(iter(sources.items()))
-        suggestions = read_suggestions(source.run_dir.folder, stages[first])
+        suggestions = {name: read_suggestions(sources[name].run_dir.folder, stage) for name, stage in stages.items()}
         return Welcome(suggestions, [name for name, stage in stages.items() if stage == "pretrain"])
 
     begins = welcome()

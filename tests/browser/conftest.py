@@ -23,7 +23,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 @pytest.fixture(scope="session")
 def shared_page(browser: Chrome) -> Iterator[Page]:
     engine = make_parrot()
-    app = create_app({"parrot": engine}, welcome=Welcome(["What is 2 + 3?", "Tell me a story."]))
+    app = create_app({"parrot": engine}, welcome=Welcome({"parrot": ["What is 2 + 3?", "Tell me a story."]}))
     with running(app) as url:
         yield Page(browser, url, engine)
 

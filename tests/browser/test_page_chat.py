@@ -356,7 +356,7 @@ def test_suggestions_begin_a_conversation(page: Page) -> None:
 def test_a_server_with_keys_asks_for_one(browser: Chrome) -> None:
     engine = make_parrot()
     keys = Keys({hashlib.sha256(b"secret").digest(): "alice"})
-    with running(create_app({"parrot": engine}, Gate(LOOPBACK, keys), welcome=Welcome([], ["parrot"]))) as url:
+    with running(create_app({"parrot": engine}, Gate(LOOPBACK, keys), welcome=Welcome(completes=["parrot"]))) as url:
         page = Page(browser, url, engine)
         browser.open(url)
         page.wait("document.getElementById('settings').open && !document.getElementById('problem').hidden")

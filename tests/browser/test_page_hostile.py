@@ -87,7 +87,7 @@ def test_payloads_from_everywhere_on_one_page(browser: Chrome, tmp_path: Path) -
     engine, name = make_parrot(context=16384), "</select><img src=x onerror=window.pwned=1>"
     pieces = ((payload + "\n\n", Delta("tool", payload), Delta("output", payload)) for payload in PAYLOADS)
     engine.will_say(*chain.from_iterable(pieces))
-    with visiting(browser, {name: engine}, welcome=Welcome([*PAYLOADS[:6]])) as page:
+    with visiting(browser, {name: engine}, welcome=Welcome({name: PAYLOADS[:6]})) as page:
         assert page.texts("#model option") == [name] and page.texts("#suggestions button") == list(PAYLOADS[:6])
         page.ask("\n".join(PAYLOADS))
         assert page.texts(".user .body") == ["\n".join(PAYLOADS)]

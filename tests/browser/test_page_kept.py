@@ -81,11 +81,13 @@ def test_names_do_not_end_with_half_a_character(page: Page) -> None:
 
 def test_the_chosen_model_outlives_a_reload(browser: Chrome) -> None:
     steps = "#new one text", "#new other chat", "[value=text] other text", "[value=chat] one chat", "#new other chat"
-    with visiting(browser, {"one": make_parrot(), "other": make_parrot()}, welcome=Welcome(completes=["one"])) as page:
+    welcome = Welcome({"one": ["Once"], "other": ["Why?"]}, completes=["one"])
+    with visiting(browser, {"one": make_parrot(), "other": make_parrot()}, welcome=welcome) as page:
         for button, model, mode in map(str.split, steps):
             page.click(button)
             page.run(f"Object.assign(document.getElementById('model'), {{value: '{model}'}}).onchange()")
             assert page.run("document.body.dataset.mode") == mode, "that of the model, unless the user chooses one"
+            assert page.texts("#suggestions button") == list(welcome.suggestions[model])
         page.ask("first")
         assert page.texts(".stats")[0].startswith("other · "), "which model it was"
         page.open(fresh=False)

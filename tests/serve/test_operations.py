@@ -39,6 +39,7 @@ from quern.train.manifest import CheckpointError
 from tests.serve.conftest import CHAT, NO_END, post
 from tests.support.http_server import running, web
 from tests.support.load_clients import read_stream
+from tests.support.rows import write_rows
 from tests.support.toy_engine import CPU, Hooked, toy_engine, toy_tokenizer
 from tests.support.waiting import until
 
@@ -342,6 +343,20 @@ def test_a_checkpoint_that_is_repaired_in_its_place_is_another_one(tmp_path: Pat
     time.sleep(0.02)  # more than a tick of the file system's clock
     (folder / "weights").write_text("as it was")
     assert source.newest() != before
+
+
+def test_each_model_has_the_suggestions_of_its_own_run_and_stage(tmp_path: Path) -> None:
+    class Still(Source):
+        def newest(self) -> tuple[str, int, int]:
+            return self.stage or "", 1, 0
+
+        def open(self, log: Any) -> tuple[Engine, str]:
+            return toy_engine(context=256), "a step"
+
+    run, stages = RunDir(tmp_path, "toy"), ("sft", "pretrain", "rl")
+    write_rows(run.folder / "samples.jsonl", [{"stage": stage, "prompt": f"of {stage}"} for stage in stages[:2]])
+    app = open_app({one: Still(run, one, CPU, 0) for one in stages}, Gate(LOOPBACK), 600, print, "", 0)
+    assert app.state.welcome.suggestions == {"sft": ("of sft",), "pretrain": ("of pretrain",), "rl": ()}
 
 
 def test_samples_that_are_none_are_refused_before_a_model_is_opened(tmp_path: Path) -> None:

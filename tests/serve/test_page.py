@@ -37,7 +37,7 @@ def test_suggestions_are_the_first_turns_of_the_stages_samples(tmp_path: Path) -
 def test_every_file_of_the_page_is_served_and_nothing_else() -> None:
     engine = toy_engine()
     keys = Keys({hashlib.sha256(b"secret").digest(): "alice"})
-    welcome = Welcome(["<b>hello</b>"], completes=["toy"])
+    welcome = Welcome({"toy": ["<b>hello</b>"]}, completes=["toy"])
     with running(create_app({"toy": engine}, Gate(LOOPBACK, keys), welcome=welcome)) as url:
         files = [file for file in WEB.rglob("*") if file.suffix in MEDIA_TYPES]
         assert len(files) > 15
@@ -57,7 +57,7 @@ def test_every_file_of_the_page_is_served_and_nothing_else() -> None:
             assert web.get(f"{url}/{path}", headers={"authorization": "Bearer secret"}).status_code == 404, path
         assert web.get(f"{url}/welcome").status_code == 401
         answer = web.get(f"{url}/welcome", headers={"authorization": "Bearer secret"})
-        assert answer.json() == {"suggestions": ["<b>hello</b>"], "completes": ["toy"], "sampling": CHAT}
+        assert answer.json() == {"suggestions": {"toy": ["<b>hello</b>"]}, "completes": ["toy"], "sampling": CHAT}
 
 
 def test_the_vendored_libraries_are_those_of_their_table() -> None:

@@ -23,7 +23,7 @@ let frame = 0;
 let context = 0;
 let keyTried = null; // the API key with which the server was asked last
 let modeChosen = false; // by the user, not by the model
-let welcome = { suggestions: [], completes: [], sampling: {} };
+let welcome = { suggestions: {}, completes: [], sampling: {} };
 
 /** Whether a reply can begin now; if not, it is said why. */
 function free() {
@@ -329,9 +329,9 @@ async function discover() {
     history.replaceState({ model: select.value }, "");
     if (current.leaf === null && !modeChosen) current.mode = modeOfModel();
     draw();
+    ui.suggest(welcome.suggestions[select.value] ?? [], (text) => { send(text); byId("input").focus(); });
   };
   select.onchange();
-  ui.suggest(welcome.suggestions, (text) => { send(text); byId("input").focus(); });
   ui.problem(null);
 }
 
