@@ -28,7 +28,8 @@ from quern.runs.training import fit_to_text, make_batches, ready_model, validati
 from quern.stages.complete import GOES_ON, continuations, continued
 from quern.stages.prepare import Prepared, fit_vocabulary, own_megabytes
 from quern.stages.session import Opening, Session
-from quern.terminal import counted, duration, human_size
+from quern.stages.tokenizers import named_tokenizer
+from quern.terminal import counted, duration, human_size, silent
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop
 from quern.train.guard import EXIT_DONE
@@ -127,19 +128,21 @@ def _fit(asked: Recipe, session: Session, began: Origin | None, check: Check) ->
     recipe = resolve(asked, mesh.dp)
     if start is not None:
         _refuse_other_model(recipe, start)
-    memory = memory_check(asked, machine, mesh, log)
+    name = None if began else asked.text.tokenizer
+    known = start.tokenizer if start else named_tokenizer(name, None, silent)
+    checked = _with_vocabulary(asked, known.vocab_size if known else recipe.model.vocab_size)
+    memory = memory_check(checked, machine, mesh, log)
     prepared = session.text(recipe, began, session.encoders)
 
     def in_text(recipe: Resolved) -> Resolved:
         return fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train)
 
-    sized = asked if megabytes is None else fit_batch(fit_depth(asked, session, prepared), session, prepared)
-    vocab_size = recipe.model.vocab_size
-    recipe = in_text(resolve(sized, mesh.dp))
-    if sized != asked or recipe.model.vocab_size != vocab_size:  # of a tokenizer that was there
-        asked = sized
-        shape = replace(asked.model, vocab_size=recipe.model.vocab_size)
-        memory = memory_check(replace(asked, model=shape), machine, mesh, log)
+    asked = _with_vocabulary(asked, in_text(recipe).model.vocab_size)
+    if megabytes is not None:
+        asked = fit_batch(fit_depth(asked, session, prepared), session, prepared)
+    if asked != checked:
+        memory = memory_check(asked, machine, mesh, log)
+    recipe = in_text(resolve(asked, mesh.dp))
     check(recipe, prepared.tokenizer)
     model, facts, _ = ready_model(recipe, prepared.tokenizer, machine, mesh, log)
     if recipe.train.minutes is not None:
@@ -148,6 +151,10 @@ def _fit(asked: Recipe, session: Session, began: Origin | None, check: Check) ->
         recipe = in_text(resolve(asked, mesh.dp))
         model.initialize(recipe.seed)
     return Fitted(recipe, prepared, model, facts, memory, megabytes is not None)
+
+
+def _with_vocabulary(recipe: Recipe, vocab_size: int) -> Recipe:
+    return replace(recipe, model=replace(recipe.model, vocab_size=vocab_size))
 
 
 def _refuse_other_model(recipe: Resolved, start: Start) -> None:
