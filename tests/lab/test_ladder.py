@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from quern.field_types import Share
 from quern.lab.arms import Arm, Seeds, Train
 from quern.lab.ladder import command, report
 from quern.lab.ladder import study as ladder
@@ -24,7 +25,7 @@ from quern.lab.log.comparison import ComparisonPage
 from quern.lab.options import CompareOptions
 from quern.lab.trainer import Trial
 from quern.lab.verdict import Finding
-from quern.recipe import Recipe, TrainRecipe
+from quern.recipe import PARTS, Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.records import read_lines
 from tests.support.rows import write_rows
@@ -445,6 +446,21 @@ def test_a_rung_sets_what_an_idea_leaves_open() -> None:
     assert numbers(at_rung(changed, rung)) != numbers(recipe)
     offset = replace(RECIPE, model=replace(RECIPE.model, key_offset=False))
     assert numbers(at_rung(offset, rung)) != numbers(recipe)
+
+
+def test_a_field_that_a_later_version_adds_changes_no_fingerprint_while_it_is_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Later(TrainRecipe):
+        idea: Share = 0.0
+
+    before = numbers(RECIPE)
+    monkeypatch.setattr("quern.validate.PARTS", {**PARTS, "train": Later})
+    later = replace(RECIPE, train=Later(**vars(RECIPE.train)), unused=(*RECIPE.unused, "train.idea"))
+    assert numbers(later) == before
+    used = replace(later, train=replace(later.train, idea=0.5), unused=RECIPE.unused)
+    assert numbers(used) != before
 
 
 OWN = replace(RECIPE, train=TrainRecipe(batch_tokens=4096, log_every=3), text=replace(RECIPE.text, vocab_size=512))

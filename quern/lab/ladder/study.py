@@ -23,7 +23,7 @@ from quern.lab.axes import Speed
 from quern.lab.study import Study
 from quern.lab.trainer import Trial
 from quern.lab.verdict import Rules
-from quern.recipe import OPERATIONAL, Recipe
+from quern.recipe import OPERATIONAL, PARTS, Recipe
 from quern.records import read_lines, typed
 from quern.resolve import resolve
 
@@ -73,9 +73,18 @@ def at_rung(recipe: Recipe, rung: Rung) -> Recipe:
 
 
 def numbers(recipe: Recipe) -> str:
-    """Returns 16 hex digits of a recipe's resolved numbers. Verdicts on others are on an old baseline."""
-    body: dict[str, Any] = resolve(recipe).to_json()
-    for name in (*UNRELATED, *OPERATIONAL):
+    """Returns 16 hex digits of a recipe's resolved numbers. Verdicts on others are on an old baseline. A field that a
+    later version adds changes none if its default is False or 0."""
+    resolved = resolve(recipe)
+    body: dict[str, Any] = resolved.to_json()
+    off = {
+        f"{part}.{name}"
+        for part in PARTS
+        for name, default in vars(type(getattr(resolved, part))()).items()
+        if default in (False, 0) and body[part][name] == default
+    }
+    body["unused"] = [name for name in body["unused"] if name not in off]
+    for name in (*off, *UNRELATED, *OPERATIONAL):
         part, _, field = name.rpartition(".")
         (body[part] if part else body).pop(field, None)
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
