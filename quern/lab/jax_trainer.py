@@ -12,7 +12,8 @@ from quern.grug.mesh import make_mesh, use_device
 from quern.grug.state import step_config
 from quern.lab.trainer import Note, Ready, Trainer
 from quern.machine import Machine
-from quern.recipe import Resolved
+from quern.recipe import Recipe, Resolved
+from quern.resolve import resolve
 from quern.stages.jax.backend import JaxBackend, processes
 from quern.stages.jax.train import core_of, count, fresh_run, make_plan, validate_run
 from quern.stages.prepare import Prepared
@@ -25,6 +26,9 @@ class JaxTrainer(Trainer):
         super().__init__(out, machine, log)
         use_device(machine.device.type, machine.threads)
         self._mesh = make_mesh(devices=jax.devices()[:1])
+
+    def check(self, recipe: Recipe) -> None:
+        resolve(recipe)
 
     @contextmanager
     def _ready(self, recipe: Resolved, prepared: Prepared, every: int, note: Note) -> Iterator[Ready]:

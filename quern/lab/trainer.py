@@ -18,7 +18,7 @@ import torch
 
 from quern.machine import Machine
 from quern.model.base import LanguageModel
-from quern.model.count import Parameters, count, flop_counter
+from quern.model.count import Parameters, count, flop_counter, weightless
 from quern.recipe import Recipe, Resolved
 from quern.records import Records
 from quern.resolve import resolve
@@ -78,6 +78,10 @@ class Trainer:
         self.out, self.machine, self.log = out, machine, log
         self._prepared: tuple[str, Prepared] | None = None
         self._model: tuple[Any, LanguageModel, Parameters] | None = None
+
+    def check(self, recipe: Recipe) -> None:
+        """Raises ValueError if no run can have the values of the recipe together."""
+        weightless(resolve(recipe))
 
     def train(
         self,

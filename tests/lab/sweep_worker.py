@@ -35,6 +35,9 @@ class FakeTrainer(Trainer):
     ) -> None:
         self.ran, self.before = ran, before
 
+    def check(self, recipe: Recipe) -> None:
+        resolve(recipe)
+
     def train(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         recipe: Recipe,

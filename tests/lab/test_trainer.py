@@ -26,6 +26,7 @@ from quern.lab.options import CompareOptions
 from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
+from quern.recipes import unet
 from quern.recipes.gpt import RECIPE
 from quern.records import read_events, read_metrics, typed
 from quern.resolve import resolve
@@ -101,6 +102,12 @@ def test_a_kept_model_is_told_the_vocabulary_of_another_text(text: Path, tmp_pat
     after = trainer.train(elsewhere, name="prefix_token", seed=0, data_seed=0)
     alone = Trainer(tmp_path / "out", CPU).train(elsewhere, name="prefix_token", seed=0, data_seed=0)
     assert after.bpb == alone.bpb
+
+
+def test_values_that_only_the_model_refuses_are_found_before_a_trial(trainer: Trainer) -> None:
+    trainer.check(replace(unet.RECIPE, depth=2))
+    with pytest.raises(ValueError, match="depth must be even, not 3"):
+        trainer.check(replace(unet.RECIPE, depth=3))
 
 
 def test_the_compiler_forgets_the_models_before(text: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
