@@ -63,7 +63,7 @@ def run(recipe: Recipe, session: Session, check: Check = lambda recipe, tokenize
         ValueError: The run exists and `resume` was not asked for; or its recipe, text or tokenizer is another one.
         RunInUseError: Another process trains in the run.
     """
-    if recipe.train.minutes is not None and session.mesh.tp > 1:
+    if recipe.train.minutes is not None and session.mesh.tp > 1:  # timed steps change a shard, which cannot be redrawn
         raise ValueError("train.minutes cannot be measured with --tp: give train.steps instead")
     with session.opened():
         return _run(with_absolute_paths(recipe), session, check)
