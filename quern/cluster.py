@@ -27,8 +27,7 @@ def ray_module() -> Any:
 
 
 def connect(address: str) -> None:
-    """Connects this process to a cluster at "auto" or HOST:PORT. Raises ImportError without Ray, ValueError
-    without it."""
+    """Connects to a cluster at "auto" or HOST:PORT. Raises ImportError without Ray, ValueError without a cluster."""
     ray = ray_module()
     try:
         if address != "auto":  # Ray itself would wait longer

@@ -174,8 +174,7 @@ class ProcessGroup:
 
     @contextmanager
     def blocked(self, call: str, begins: bool = False) -> Iterator[None]:
-        """Wraps a collective, or the wait for one that began before, until it is done. Raises PeersLostError where it
-        fails."""
+        """Wraps a collective, or the wait for an earlier one, until it is done. Raises PeersLostError if it fails."""
         start = time.perf_counter()
         with record_function(f"{WAITING}{call}"), self.progress.calling(call, begins):
             yield

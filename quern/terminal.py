@@ -117,8 +117,7 @@ class Meter(AbstractContextManager["Meter"]):
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Lines of a table with right-aligned columns, of which the first `left` ones are aligned at the left; none without
-    rows."""
+    """Lines of a table with right-aligned columns, the first `left` ones aligned at the left; none without rows."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:

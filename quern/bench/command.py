@@ -44,8 +44,7 @@ def serve(setup: Setup) -> Iterator[Figure]:
 QUICK = tokenizer, encode, packing, loading, train, prefill, decode, attention, windows, cross_entropy
 """The benchmarks that run when no name is given."""
 GPU = "train", "attention", "exactness", "decode", "cross-entropy", "rope", "muon", "fp8"
-"""The benchmarks of the name "gpu". If one fails, its record has its figures so far and its errors; the next one
-runs."""
+"""The benchmarks of the name "gpu". If one fails, its record has its errors and figures so far; the next one runs."""
 BENCHMARKS: dict[str, Callable[[Setup], Iterator[Figure]]] = {
     run.__name__.replace("_", "-"): run
     for run in (*QUICK, prepare, ranks, grug, serve, quality, exactness, rope, muon, fp8)

@@ -25,17 +25,7 @@ from quern.bench.options import DtypeAndHeadDim
 from quern.bench.train import take_step, training_state
 from quern.kernels import cross_entropy as kernels
 from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
-from quern.kernels.attention.autotune import (
-    BLOCKED,
-    HIDING,
-    PLAIN,
-    SDPA,
-    Backend,
-    Picked,
-    available,
-    fits,
-    kind_of,
-)
+from quern.kernels.attention.autotune import BLOCKED, HIDING, PLAIN, SDPA, Backend, Picked, available, fits, kind_of
 from quern.kernels.rope import rotate, rotate_plain
 from quern.kernels.softcap import Cap, SigmoidCap, TanhCap
 from quern.machine import Machine, detect, machine_flags

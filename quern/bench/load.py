@@ -40,8 +40,7 @@ class Load:
 
 @dataclass
 class Reply:
-    """A streamed reply. start, arrivals: seconds on `time.perf_counter`, when the request was sent and each piece of
-    text came."""
+    """A streamed reply. start, arrivals: seconds on `time.perf_counter` of the request and of each piece of text."""
 
     start: float
     client: int = 0

@@ -56,8 +56,7 @@ def next_entry(read: Read) -> Entry:
 
 
 def of_pipe(stdin: TextIO | None) -> Read:
-    """Reads lines of UTF-8 without a prompt; None is a closed standard input. Raises ValueError for other
-    bytes."""
+    """Reads lines of UTF-8 without a prompt; None is a closed standard input. Raises ValueError for other bytes."""
 
     def read(prompt: str) -> str:
         line = stdin.buffer.readline() if stdin is not None else b""
@@ -138,8 +137,7 @@ def remember(history: Path, line: str) -> None:
 
 
 class Screen:
-    """Writes text to a terminal as it arrives. A word that reaches the edge is taken back, and begins the
-    next line."""
+    """Writes text to a terminal as it arrives. A word that reaches the edge is taken back, and begins the next line."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write

@@ -120,8 +120,7 @@ def score_examples(
 
 
 def _batches(examples: Sequence[Example]) -> Iterator[list[int]]:
-    """Groups of examples of similar length, the longest first, each of at most `BATCH_TOKENS` tokens, or of
-    one example."""
+    """Groups of examples of similar length, the longest first, of at most `BATCH_TOKENS` tokens or one example each."""
     shared = [example.shared for example in examples]
     rest = [max(map(len, example.rows)) - own for example, own in zip(examples, shared, strict=True)]
     batch: list[int] = []

@@ -153,8 +153,7 @@ def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, de
 
 
 def why_none(name: str, recipe: Recipe, refusals: Iterable[Refusal], names: Collection[str]) -> str | None:
-    """The reason why a verb with these refusals has no flag of this name; None if it may have one. names: all fields of
-    the recipe."""
+    """The reason why a verb with these refusals has no flag of this name, or None. names: all fields of the recipe."""
     for rule in (*EVERYWHERE, *refusals):
         covered = name in names if rule.names == ALL else _within(name, rule.names)
         if covered and not _within(name, rule.but):

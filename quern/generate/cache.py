@@ -33,8 +33,7 @@ from quern.model.base import LanguageModel
 
 
 class KVCache:
-    """An empty cache of `rows` rows of at most `max_tokens` tokens, in the dtype and on the device of the
-    parameters."""
+    """An empty cache of `rows` rows of at most `max_tokens` tokens, in the parameters' dtype and on their device."""
 
     def __init__(self, model: LanguageModel, rows: int, max_tokens: int):
         shape, weight = model.shape, model.embedding.weight

@@ -164,8 +164,7 @@ def require_source(asked: ConversationSource) -> None:
 
 
 def own_files(asked: ConversationSource, out: Path, log: Log = silent) -> Listing:
-    """The user's file or folder without the outputs, or the files of the split where the folder is a copy of a public
-    set."""
+    """The user's file or folder without the outputs, or the files of the split in a copy of a public set."""
     path = Path(asked.source)
     listing = list_talks(path, out)
     copy = local_copy(path, listing, asked.split, "conversations", lambda line: log(f"conversations: {line}"))

@@ -149,8 +149,7 @@ def loss_sum(
     progress: float = 1.0,
     attention: Attention | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the model on whole rows; returns Σ scale · nats as a differentiable scalar, and the nats of each token (B,
-    T).
+    """Runs the model on whole rows; returns Σ scale · nats as a differentiable scalar, and nats of each token (B, T).
 
     Args:
         tokens_BT, targets_BT: (B, T) int64.

@@ -63,10 +63,7 @@ class CausalContext:
     continues = False
 
     def __init__(
-        self,
-        documents_BT: Tensor | None = None,
-        windows: Sequence[Window] | None = None,
-        progress: float = 1.0,
+        self, documents_BT: Tensor | None = None, windows: Sequence[Window] | None = None, progress: float = 1.0
     ) -> None:
         self.documents_BT = documents_BT
         self.progress = progress

@@ -50,8 +50,7 @@ def kv_elements_per_token(model: LanguageModel) -> int:
 
 
 def weightless(recipe: Resolved, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of a resolved recipe on the meta device. The id of BOS does not matter there, and is not known before
-    the tokenizer."""
+    """The model of a resolved recipe on the meta device, where the id of BOS, still unknown, does not matter."""
     bos = 0 if recipe.model.bos is None else recipe.model.bos
     with torch.device("meta"):
         return recipe.make_model(replace(recipe.model, bos=bos)).to(dtype=dtype)

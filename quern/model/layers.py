@@ -136,8 +136,7 @@ class Embedding(nn.Embedding):
 
 
 class SquaredReluMLP(nn.Module):
-    """D → 4D → D with ReLU² in between (arXiv 2109.08668). up_share: share of 1/sqrt(width), for
-    the first matrix."""
+    """D → 4D → D with ReLU² in between (arXiv 2109.08668). up_share: share of 1/sqrt(width), for the first matrix."""
 
     def __init__(self, width: int, up_share: float) -> None:
         super().__init__()

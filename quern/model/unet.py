@@ -123,8 +123,7 @@ class UNet(LanguageModel):
     def __init__(self, shape: ResolvedModel) -> None:
         """shape: resolved (`resolve`). Weights are uninitialised until `initialize`.
 
-        Raises ValueError for an odd depth, for fewer key-value heads than heads and for a head dim that 4 does not
-        divide.
+        Raises ValueError for an odd depth, fewer key-value heads than heads, or a head dim that 4 does not divide.
         """
         super().__init__()
         _check(shape)

@@ -101,8 +101,7 @@ def make_groups(
 
 
 def dry_run(rule: Rule, masters: Tensor, dtype: torch.dtype) -> Callable[[], None]:
-    """Returns a function that applies a rule to tensors without values, of the shape of `masters`, to see
-    its costs."""
+    """Returns a function that applies a rule to tensors without values, of the shape of `masters`, to see its costs."""
     masters = torch.empty_like(masters, dtype=torch.float32)
     grads, out, state = masters.to(dtype), torch.empty_like(masters, dtype=dtype), rule.init_state(masters)
     scalars: dict[str, Any] = dict(rule.scalars(1, 1.0, 0.9, 1.0))

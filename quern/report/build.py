@@ -29,10 +29,7 @@ def build(run_folder: Path) -> tuple[Path, Path]:
     """Writes report.md and report.html into the run's folder, and returns their paths. Raises FileNotFoundError if it
     holds no records, ValueError if one is damaged, OSError if a file cannot be written."""
     report = document(read_run(run_folder))
-    return (
-        _write(run_folder / "report.md", markdown(report)),
-        _write(run_folder / "report.html", page(report)),
-    )
+    return (_write(run_folder / "report.md", markdown(report)), _write(run_folder / "report.html", page(report)))
 
 
 def page(report: Document) -> str:

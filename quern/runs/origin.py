@@ -327,9 +327,8 @@ def overlay(saved: Made, given: Recipe, named: Collection[str]) -> Made:
 def to_continue(saved: Resolved, named: Collection[str], at_peak: bool = False) -> Recipe:
     """The recipe for a new run that continues a finished one.
 
-    Length, batch and learning rates come from the finished run; the order of the documents is new. Fields that
-    depend on a named field are derived again. at_peak: the checkpoint is from before the rates fell, so no warm-up is
-    needed.
+    Length, batch and learning rates come from the finished run; the order of the documents is new. Fields that depend
+    on a named field are derived again. at_peak: the checkpoint is from before the rates fell, so no warm-up is needed.
     """
     length = {"train.steps", "train.minutes", "train.horizon_ratio", "train.batch_tokens"} & set(named)
     train = replace(saved.train, minutes=None, eval_every=None, save_every=None)

@@ -294,8 +294,7 @@ class Gate:
 
 
 class Pace:
-    """Lets `per_second` requests of each client begin, `burst` more at once before (ATM's generic cell rate
-    algorithm)."""
+    """Lets each client begin `per_second` requests, `burst` more at once before (ATM's generic cell rate algorithm)."""
 
     def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_second, self._burst, self._clock = per_second, burst, clock

@@ -1,8 +1,7 @@
 """Encodes a stream of documents on several processes, in the order of the stream, and writes them as token shards.
 
 Units have about a million characters. A process of this machine takes the next one when it is free; the actors of a Ray
-cluster take them in turn. Units wait until those before them were yielded, so the result is the same for any number of
-workers.
+cluster take them in turn. Units wait until those before them were yielded, so the number of workers changes nothing.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ StartWorkers = Callable[[Tokenizer, np.dtype, int], AbstractContextManager[Submi
 
 
 def encode_unit(tokenizer: Tokenizer, unit: list[str], dtype: np.dtype) -> Encoded:
-    """Encodes the documents of one unit one by one: the threads of tiktoken's batches wait for each other at every
-    short document."""
+    """Encodes the documents of a unit one by one: tiktoken's threads wait for each other at every short document."""
     documents, bos = [], np.array([tokenizer.bos], dtype=np.uint32)
     for text in unit:
         documents += [bos, tokenizer.encode_array(text)]

@@ -45,8 +45,7 @@ def run(recipe: Recipe, session: Session) -> int:
     Raises:
         FileNotFoundError, CheckpointError: There is no fine-tuned model, or no good checkpoint of it; the folder of
             `rl.data` lacks a file; or a resumed stage has lost its step 0.
-        ValueError: An environment does not exist, replicas share parameters, or the run practised before and `resume`
-            was not asked for.
+        ValueError: An environment does not exist, replicas share parameters, or `resume` is off and the run practised.
         RunInUseError: Another process trains in the run.
     """
     if session.mesh.zero == 3:

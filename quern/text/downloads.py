@@ -77,8 +77,7 @@ def download(repository: Repository, file: str, path: Path, progress: Progress =
 
 
 def retrieve(url: str, sha256: str | None, path: Path, progress: Progress = lambda *step: None) -> None:
-    """Downloads a file of another server, unless it is there. Raises OSError as `download`. sha256: None takes what
-    comes."""
+    """Downloads a file of another server, unless it is there. Raises OSError as `download`. sha256: None takes any."""
     if not path.exists() or sha256 not in (None, sha256_of(path)):
         _fetch(url, path, path.with_name(f"{path.name}.part"), None, sha256, progress)
 

@@ -1,10 +1,9 @@
 """Checkpoints: a training state on disk that is either complete or absent, and verifiable.
 
-A checkpoint is a folder `step-00000100` of safetensors files and one `manifest.json` (manifest.py). A save writes
-to `step-00000100.tmp-<id>`, fsyncs the files, writes the manifest last, fsyncs the folder, renames it, fsyncs the
-parent, and only then removes checkpoints older than the newest `keep` complete ones. So a crash at any point leaves
-every earlier checkpoint intact. Reading checks every hash, because the readers of safetensors load a flipped byte
-silently.
+A checkpoint is a folder `step-00000100` of safetensors files and one `manifest.json` (manifest.py). A save writes to
+`step-00000100.tmp-<id>`, fsyncs the files, writes the manifest last, fsyncs the folder, renames it, fsyncs the parent,
+and only then removes checkpoints older than the newest `keep` complete ones. So a crash at any point leaves every
+earlier checkpoint intact. Reading checks every hash, because the readers of safetensors load a flipped byte silently.
 
 The format is the one of torch.distributed.checkpoint's Hugging Face storage, without its import, which takes half a
 second. On a mesh every rank writes its slices and hashes its files, and rank 0 does the rest.

@@ -231,8 +231,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         self._idle.put(worker)
 
     def run(self, programs: Iterable[str | Program]) -> list[Outcome]:
-        """The outcomes of programs; a string is a `Program` without a check. Raises SandboxError if the
-        sandbox failed."""
+        """Outcomes of programs; a string is a `Program` without a check. Raises SandboxError if the sandbox fails."""
         return list(self._threads.map(self._run_one, programs))
 
     def _run_one(self, program: str | Program) -> Outcome:
@@ -297,8 +296,7 @@ class Worker:
         self._resources.close()
 
     def run(self, program: Program, limits: Limits) -> Outcome:
-        """Runs a program, and once more if the guest is lost. A lost guest is started again. Raises SandboxError if it
-        cannot."""
+        """Runs a program, once more where a lost guest must start again. Raises SandboxError if it cannot."""
         for _ in range(2):
             try:
                 return self._attempt(program, limits)

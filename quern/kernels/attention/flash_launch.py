@@ -55,8 +55,7 @@ LOG2_E = 1 / math.log(2)
 def forward(
     q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, first_BT: Tensor | None, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns y (B, T, H, E) and the log-sum-exp (B, H, T) fp32. first_BT: where each token's document
-    begins."""
+    """Returns y (B, T, H, E) and the log-sum-exp (B, H, T) fp32. first_BT: where each token's document begins."""
     B, T, H, _ = q_BTHE.shape
     y_BTHE = torch.empty(q_BTHE.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
     lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BTHE.device)
