@@ -1,6 +1,7 @@
 """The whole way in seconds: `quern run` on a toy world, going on where it stopped, and what it leaves behind."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,16 @@ def test_a_base_model_that_trained_on_since_is_named(out: Path, tmp_path: Path, 
     told("pretrain", *where, *PLAIN, "--train.steps", 9)
     warned = "warning: fine-tuning began with step 8 of pretrain, which has step 9 now: fine-tune again under another"
     assert warned in told("sft", *where, *PLAIN) and manifest.steps(out / "runs/toy/pretrain/checkpoints")[-1] == 8
+
+
+def test_a_few_conversations_are_given_the_epochs_to_learn_in(out: Path, told: Told) -> None:
+    where = ["--run", "few", "--out", out]
+    told("pretrain", *where, *PRETRAIN)
+    where += PLAIN
+    said = told("sft", *where, "--text.tinyworld-conversations", "20", "--sft.batch-tokens", "512")
+    epochs = re.findall(r"warning: fine-tuning has \d+ steps, too few .* --sft.epochs (\d+), which", said)
+    assert "too few" not in told("sft", "--resume", *where, "--sft.epochs", *epochs)
+    assert manifest.steps(out / "runs/few/sft/checkpoints")[-1] in range(50, 60)
 
 
 @pytest.mark.parametrize(
