@@ -239,9 +239,9 @@ def waiting(
         while not ended.wait(max(0.0, since[0] + SILENT_SECONDS - time.monotonic())):
             if time.monotonic() - since[0] >= SILENT_SECONDS:
                 end = time.localtime(time.time() + (seconds or 0) - SILENT_SECONDS)
-                limit = "without a time limit" if seconds is None else f"until {time.strftime('%H:%M:%S', end)}"
+                limit = "" if seconds is None else f", until {time.strftime('%H:%M:%S', end)}"
                 with suppress(OSError):  # the body's next line tells why
-                    log(f"waiting for {whom if isinstance(whom, str) else whom()}, {limit}")
+                    log(f"waiting for {whom if isinstance(whom, str) else whom()}{limit}")
                 return
 
     threading.Thread(target=watch, name="waiting", daemon=True).start()

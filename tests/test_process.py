@@ -228,9 +228,9 @@ TIME = r"until \d\d:\d\d:\d\d"
 WAITS = {
     "rank 0": rf"rank 1 of 2 at 127.0.0.1:\d+, {TIME}",
     "a store that does not answer": rf"rank 0 of 2 at 127.0.0.1:\d+, {TIME}",
-    "rank 0's preparation": "rank 0, which prepares what all ranks read, without a time limit",
+    "rank 0's preparation": "rank 0, which prepares what all ranks read",
     "a collective": "a collective",
-    "a lock": "process 7 on elsewhere, which writes to .*, without a time limit",
+    "a lock": "process 7 on elsewhere, which writes to .*",
     "a silent server": rf"bytes of text.txt from 127.0.0.1:\d+, {TIME}",
     "a busy server": rf"127.0.0.1:\d+ before try 2 of 4 \(the server answers 503\), {TIME}",
     "machines": rf"the machines of --nodes 2 at 127.0.0.1:\d+, {TIME}",

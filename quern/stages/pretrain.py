@@ -19,6 +19,7 @@ from quern.generate.engine import Engine
 from quern.machine import measure_peak_flops
 from quern.model.base import LanguageModel
 from quern.optim.schedule import Multipliers
+from quern.process import waiting
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe, Resolved
 from quern.resolve import batch_rule, resolve
 from quern.runs.load import Start
@@ -207,7 +208,8 @@ def _fit_minutes(
     if began is not None:
         plan = {name: began.recipe["train"][name] for name in ("steps", "batch_tokens")}
         return replace(asked, train=replace(asked.train, **plan))
-    micro_seconds, update_seconds = mesh.world.broadcast_object(_time_parts(recipe, session, model, corpus))
+    with waiting("a few steps on trial, which may compile the model", log=session.log):
+        micro_seconds, update_seconds = mesh.world.broadcast_object(_time_parts(recipe, session, model, corpus))
     micro_tokens = recipe.micro_batch_rows * recipe.model.context
     steps, batch_tokens = 1, recipe.train.batch_tokens
     for _ in range(8):

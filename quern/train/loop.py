@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +20,9 @@ from quern.mesh import EVALUATING, FIRST_STEP, SAMPLING, TRAINING, Mesh
 from quern.model.count import Flops
 from quern.optim.schedule import Multipliers
 from quern.parallel.sharding import Slice
+from quern.process import to_stderr, waiting
 from quern.records import Records
+from quern.terminal import silent
 from quern.train import checkpoint, manifest, metrics
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Stop
 from quern.train.heartbeat import StragglerDetector
@@ -166,7 +168,9 @@ def _steps(
         tell = () if alone else (float(stop.requested), own_seconds, horizon.wanted(run.step, run.seconds))
         multipliers = plan.schedule(horizon.place(run.step))
         start, waited = clock(), mesh.waited_seconds()
-        result, heard = backend.step(batch, multipliers, tell)
+        first = waiting("the first step, which may compile the model", log=to_stderr if mesh.main else silent)
+        with first if fresh else nullcontext():
+            result, heard = backend.step(batch, multipliers, tell)
         seconds = clock() - start
         own_seconds = 0.0 if fresh else seconds - mesh.waited_seconds() + waited  # the first step compiles
         if fresh:

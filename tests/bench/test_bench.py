@@ -107,7 +107,7 @@ def test_every_benchmark_prints_and_records(tmp_path: Path, monkeypatch: pytest.
     assert sorted(found) == sorted(names)
     for name, body in found.items():
         check_record(body, rounds=1)
-        assert f"\n{name}  (" in shown and f"waiting for the figures of {name}, " in shown
+        assert f"\n{name}  (" in shown and f"waiting for the figures of {name}\n" in shown
     units = {name: {m["unit"] for m in body["measures"]} for name, body in found.items()}
     assert "MB/s" in units["tokenizer"] and {"MB/s", "tokens/s"} <= units["encode"]
     measures = {name: {m["name"] for m in body["measures"]} for name, body in found.items()}

@@ -146,8 +146,13 @@ ARGUMENTS = """pretrain --text.tinyworld-megabytes 0.05 --text.val-megabytes 0.0
  --train.save-every 7 --train.warmup-steps 0 --optim.lr-scale 0.01 --run timed""".split()
 
 
-def test_minutes_become_steps_and_what_died_before_its_first_checkpoint_keeps_them(tmp_path: Path, told: Told) -> None:
-    told(*ARGUMENTS, "--out", tmp_path)
+def test_minutes_become_steps_and_what_died_before_its_first_checkpoint_keeps_them(
+    tmp_path: Path, told: Told, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quern.process.SILENT_SECONDS", 0.0)
+    run_command(*ARGUMENTS, "--out", tmp_path)
+    said = "".join(capsys.readouterr())
+    assert "waiting for a few steps on trial, " in said and said.count("waiting for the first step, ") == 1
     folder = tmp_path / "runs" / "timed" / "pretrain"
     recipe = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
     train = recipe["train"]
