@@ -45,7 +45,7 @@ CODE = (chat, conversations, documents, readers, tools, sources, sys.modules[__n
 NOTES = {
     "repeats": "each {:g} times",
     "left_out": "{:,} test rows of tasks left out",
-    "copies": "{:,} copies of held-out conversations left out",
+    "copies": "{:,} left out, as held-out conversations equal them",
     "lost": "{:,} of its conversations are lost",
 }
 

@@ -133,7 +133,7 @@ def test_a_held_out_conversation_is_not_trained_on(tmp_path: Path) -> None:
     held_out = set(texts(mixture.val))
     assert held_out == {"question 0 of day", "question 30 of day"} and not held_out & set(texts(mixture.train))
     assert [(one["conversations"], one["copies"]) for one in mixture.sources] == [(58, 2), (38, 1), (58, 2)]
-    assert mixture.lines()[1].endswith("; 1 copies of held-out conversations left out")
+    assert mixture.lines()[1].endswith("; 1 left out, as held-out conversations equal them")
     lonely = write(tmp_path / "lonely.jsonl", talks(1) * 3)
     with pytest.raises(ValueError, match="holds 1 conversation, none to train on: "):
         prepared(lonely, tmp_path / "out")
