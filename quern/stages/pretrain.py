@@ -374,5 +374,5 @@ def fit_readings(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe
 
 
 def _has_open_depth(recipe: Recipe, session: Session) -> bool:
-    """Whether the depth of the recipe `gpt` is left open, for which `best_depth` is measured."""
-    return "depth" not in session.named and session.source is None and recipe.name == "gpt"
+    """Whether the depth of a built-in recipe is left open; that of `unet` must be even."""
+    return "depth" not in session.named and session.source is None and recipe.name != "unet"

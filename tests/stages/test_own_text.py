@@ -18,7 +18,7 @@ from quern.estimate import own_text
 from quern.estimate.own_text import best_depth, bits_per_byte, expectation, most_readings, parameters_of, vocabulary
 from quern.flags.recipe_flags import Arguments
 from quern.lab.options import CompareOptions
-from quern.recipes import load_recipe
+from quern.recipes import llama, load_recipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.stages import pretrain as fitted
@@ -129,6 +129,7 @@ def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pyt
     assert left.train.minutes == own_text.MINUTES and left.text.vocab_size == vocabulary(0.3)
     for closed in (session("train.horizon_ratio"), session("depth"), session(source="recipe.py")):
         assert fitted.fit_time(RECIPE, closed, 0.3).train.minutes is None
+    assert fitted.fit_time(llama.RECIPE, session(), 0.3).train.minutes == own_text.MINUTES, "as --for ollama takes"
     short = replace(RECIPE, train=replace(RECIPE.train, steps=6))
     assert fitted.fit_time(short, session(), 0.3).train == short.train, "a length that code asks for counts, too"
     flops = fitted.TYPICAL_MFU * 2e12 * 60 * own_text.MINUTES
