@@ -167,8 +167,8 @@ def require_same(
         before, found = getattr(began, name), getattr(now, name)
         if before == found or before is None or found is None:
             continue
-        other = f"train on from its model with `quern {stage} {run_dir.start_flags}`"
-        again = f"{instead}, or {other if stage in STAGES else 'name another run with --run'}"
+        other = f", or train on from its model with `quern {stage} {run_dir.start_flags}`" if stage in STAGES else ""
+        again = f"{instead}{',' if other else ', or'} name a new --run{other}"
         remedy = run_dir.put_back_tokenizer if name == "tokenizer" else again
         marks = f"({str(before)[:SHOWN]}, now {str(found)[:SHOWN]})"
         raise ValueError(f"{changed} changed since {what or f'run {run_dir.run!r}'} began with it {marks}: {remedy}")

@@ -54,7 +54,7 @@ RESULT = {
 CLEARLY_WORSE = 1.02
 """The ratio of the last validation loss to the lowest one above which a stage warns."""
 WORDS = {
-    "pretrain": ("pretraining", "pretrained", "train on from its model with `quern pretrain {}`"),
+    "pretrain": ("pretraining", "pretrained", "name a new --run, or train on from its model with `quern pretrain {}`"),
     "sft": ("fine-tuning", "fine-tuned", "fine-tune again under another name with `quern sft {}`"),
     "rl": ("reinforcement learning", "trained by reinforcement", "begin again under another name with `quern rl {}`"),
     "grug": ("training", "trained", "name another with --run"),

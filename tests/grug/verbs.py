@@ -120,7 +120,7 @@ def check_models_move_both_ways() -> None:
         newest = manifest.latest(back.checkpoints("pretrain"), print)  # now as PyTorch's own
         assert newest is not None
         tensors, meta = checkpoint.load(newest[0])
-        assert "already: train on from its model with" in trained_already(back, "pretrain")
+        assert "already: name a new --run, or train on from" in trained_already(back, "pretrain")
         with pytest.raises(manifest.CheckpointError, match="weights of a JAX model alone: .* --from"):
             resume(SimpleNamespace(mesh=alone()), back.checkpoints("pretrain"), print)  # pyright: ignore
         del meta["trained_by"]

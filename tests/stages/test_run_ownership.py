@@ -119,14 +119,14 @@ def test_text_that_changed_is_refused_when_named_and_not_needed_when_not(runs: R
     write_text(runs.text, seed=1)
     changed = "has changed since run 'app' began with it ("
     again = ["quern pretrain --resume --run app", f"--from app --run NAME --out {runs.folder}"]
-    says = [began["text"][:16], changed, *again]
+    says = [began["text"][:16], changed, *again, "), name a new --run, or train on from its model with"]
     for verb, flags in (("run", SHAPE), ("pretrain", ["--resume"]), ("run", ["--resume"])):
         runs.refused(says, verb, *flags, "--data", runs.text)
     runs.refused([changed], "pretrain", "--resume", "--val", runs.other)
     run_dir, origin = RunDir(runs.folder / "out", "app"), read_origin(runs.stage())
     recipe = read_saved(run_dir, "pretrain")
     assert recipe and origin
-    with pytest.raises(ValueError, match="`quern grug train --resume .*` and its other flags.*another run with --run$"):
+    with pytest.raises(ValueError, match="`quern grug train --resume .*` and its other flags.*name a new --run$"):
         open_data(recipe, run_dir, origin, print, "grug", named=True)
     assert "as the run began with them" in runs.done("pretrain", "--resume", "--train.steps", "8")
     assert runs.meta()["origin"] == began and runs.steps()[-1] == 8
