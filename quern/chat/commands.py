@@ -211,7 +211,8 @@ def xray(conversation: Conversation, text: str) -> None:
         others = [f"{token_name(tokenizer, id)} {_percent(other)}" for id, other in top if id != token]
         line = Text(f"{name}{' ' * (width - cell_len(name))}  ")
         if sampled:
-            line.append(f"{_percent(value):>{len(HEAD[1])}}", style=_colour(math.exp(value)))
+            colour = "green" if math.exp(value) >= LIKELY else "yellow" if math.exp(value) >= UNLIKELY else "red"
+            line.append(f"{_percent(value):>{len(HEAD[1])}}", style=colour)
             line.append(f"  {', '.join(others[:OTHERS])}", style="dim")
         else:
             line.append(f"{'given':>{len(HEAD[1])}}  by the tool", style="dim")
@@ -235,10 +236,6 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
 
 def _percent(logprob: float) -> str:
     return f"{100 * math.exp(logprob):.1f} %"
-
-
-def _colour(probability: float) -> str:
-    return "green" if probability >= LIKELY else "yellow" if probability >= UNLIKELY else "red"
 
 
 def change(conversation: Conversation, text: str, name: str) -> None:

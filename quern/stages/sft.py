@@ -29,8 +29,7 @@ from quern.train.step import Evaluator, TorchBackend
 from quern.validate import check_rows
 
 VAL_TOKENS = 1 << 15
-FEW_STEPS = 50
-"""Steps that let a small base model reply to 150 conversations in their own words, where 20 gave fragments."""
+FEW_STEPS = 50  # from 150 conversations, a small model learned sentences in 52 steps, and fragments in 20
 
 
 def run(recipe: Recipe, session: Session) -> int:
@@ -110,10 +109,9 @@ def prepare_lessons(
     batches = Loader(talks.train, context, rows, recipe.seed, packing, too_long=too_long, group_size=None)
     steps = recipe.sft.steps or max(1, round(batches.steps_per_epoch * recipe.sft.epochs))
     if recipe.sft.steps is None and steps < FEW_STEPS:
-        epochs = math.ceil(FEW_STEPS / batches.steps_per_epoch)
         session.log(
             f"warning: fine-tuning has {counted(steps, 'step')}, too few to learn to reply: give more conversations, "
-            f"or --sft.epochs {epochs}, which makes about {FEW_STEPS}"
+            f"or --sft.epochs {math.ceil(FEW_STEPS / batches.steps_per_epoch)}, which makes about {FEW_STEPS}"
         )
     every = {name: getattr(asked.train, name) or max(1, steps // 4) for name in ("eval_every", "save_every")}
     recipe = replace(recipe, sft=replace(recipe.sft, steps=steps), train=replace(recipe.train, **every))

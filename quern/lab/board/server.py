@@ -131,19 +131,14 @@ class Board:
 
     def _scan(self) -> None:
         now = time.time()
-        folders = sorted((path.parent for path in self.out.glob(f"runs/*/*/{METRICS}")), key=_order)
+        found = (path.parent for path in self.out.glob(f"runs/*/*/{METRICS}"))  # under their run, as they are trained
+        folders = sorted(found, key=lambda stage: (stage.parent.name, [*STAGES, stage.name].index(stage.name)))
         self._runs = {(name := f"{f.parent.name}/{f.name}"): self._runs.get(name) or Run(f) for f in folders}
-        found = find_studies(self.out).items()
-        self._studies = {name: self._studies.get(name) or StudyRecords(folder) for name, folder in found}
+        self._studies = {one: self._studies.get(one) or StudyRecords(at) for one, at in find_studies(self.out).items()}
         for run in self._runs.values():
             run.refresh(OVERVIEW_POINTS, now)
         for study in self._studies.values():
             study.refresh(now)
-
-
-def _order(stage: Path) -> tuple[str, int]:
-    """Sorts stages under their run, in the order of training."""
-    return stage.parent.name, STAGES.index(stage.name) if stage.name in STAGES else len(STAGES)
 
 
 def _shown(name: str, entry: Entry, constant: dict[str, Any]) -> dict[str, Any]:
