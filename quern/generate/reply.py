@@ -216,7 +216,7 @@ class Reply:
                 self.finish_reason, self._withheld = "stop", ""
                 text = text[: min(found)]
             else:
-                kept = max(n for stop in self._stop for n in range(len(stop)) if text.endswith(stop[:n]))
+                kept = max(_overlap(text, stop) for stop in self._stop)
                 self._withheld = text[len(text) - kept :]
                 text = text[: len(text) - kept]
         return [Delta(kind, text)] if text else []
@@ -226,6 +226,11 @@ class Reply:
         self._decoder.reset()
         text, self._withheld = self._withheld, ""
         return [Delta("text", text)] if text else []
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(eq=False)
