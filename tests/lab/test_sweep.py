@@ -92,9 +92,7 @@ def test_trials_without_a_score_are_kept_with_a_finite_value(tmp_path: Path) -> 
             raise MemoryError("8192 tokens do not fit")
 
     space = ("optim.matrix-lr=0.03,0.09", "train.batch-tokens=4096,4097,8192")
-    trials, results, told = sweep(options(tmp_path, space=space, sampler="grid"), FakeTrainer(before=fits))
-    note = "note: of 6 combinations 2 cannot be trained: train.batch-tokens must be a multiple of"
-    assert told[2].startswith(note), "before the first trial"
+    trials, results, _ = sweep(options(tmp_path, space=space, sampler="grid"), FakeTrainer(before=fits))
     values = {(one["values"]["optim.matrix_lr"], one["values"]["train.batch_tokens"]): one for one in trials}
     outcomes = {4096: "diverged", 4097: "refused", 8192: "out of memory"}
     assert {size: values[0.09, size]["outcome"] for size in outcomes} == outcomes
@@ -150,10 +148,6 @@ def test_hyperband_ends_worse_trials_in_their_first_run(tmp_path: Path) -> None:
         ({"pruner": "wilcoxon"}, "--pruner wilcoxon needs --seeds 5 or more"),
         ({"pruner": "hyperband", "evaluations": 2}, "needs --evaluations 4 or more"),
         ({"space": ()}, "the space is empty"),
-        (
-            {"space": ("train.batch-tokens=4097..8193:log",)},
-            "no values of --space can be trained together: train.batch",
-        ),
     ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:

@@ -1,17 +1,17 @@
 """Search spaces over the fields of a recipe, from text such as `optim.matrix-lr=0.005..0.08:log`.
 
-docs/sweeps.md has the forms. Values are checked against the types and ranges of the recipe's fields.
+docs/sweeps.md has the forms. Values are checked against the types and ranges of the recipe's fields, and
+quern/validate.py. A combination of values that no run can have is found only when its trial starts.
 """
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -88,12 +88,6 @@ Space = dict[str, Dimension]
 
 def distributions(space: Space) -> dict[str, Any]:
     return {name: one.distribution for name, one in space.items()}
-
-
-def combinations(space: Space) -> Iterator[dict[str, Any]]:
-    """All combinations of the values; of a range without a step, of its ends."""
-    found = (one.values() or (one.distribution.low, one.distribution.high) for one in space.values())
-    return (dict(zip(space, row, strict=True)) for row in product(*found))
 
 
 def point(space: Space, recipe: Recipe) -> dict[str, Any] | None:

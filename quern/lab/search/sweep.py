@@ -33,7 +33,7 @@ from optuna.trial import TrialState
 
 from quern.lab.options import SweepOptions
 from quern.lab.search.results import MEASURED, TRIALS, write_results
-from quern.lab.search.space import Space, apply, combinations, distributions, point, read_space, shown
+from quern.lab.search.space import Space, apply, distributions, point, read_space, shown
 from quern.lab.study import Study
 from quern.lab.trainer import Point, Trainer
 from quern.lab.verdict import WORST, score
@@ -46,7 +46,6 @@ from quern.validate import flag
 
 FEWEST_SEEDS_TO_PRUNE = 5  # Wilcoxon's test on four pairs or fewer hardly reaches the threshold
 REDUCTION = 2  # Hyperband's factor between the budgets of a bracket: four brackets for 8 evaluations
-MOST_TRIED = 64  # combinations of values that are tried before the first trial, at some 30 ms each
 WORKER = "QUERN_SWEEP_WORKER"  # the variable of a worker, which ends with the sweep that started it
 RUNNING = "running.jsonl"
 SHOWN_FIELDS, SHOWN_REASON = 5, 200
@@ -71,10 +70,6 @@ def run(
     space = space_of(options)
     points = _points(options, space, baseline)
     wanted = len(points) if options.sampler == "grid" else options.trials
-    tried = itertools.islice(combinations(space), MOST_TRIED)
-    refusals = [_refusal(trainer, apply(options.recipe, values)) for values in tried]
-    if all(refusals) and len(refusals) < MOST_TRIED:
-        raise ValueError(f"no values of --space can be trained together: {refusals[0]}")
     sweep = Sweep.register(options.folder, _plan(options, space, baseline.seed, source) | {"facts": facts})
     sweep.compare_facts(facts, log)
     if is_worker := WORKER in environment():
@@ -85,8 +80,6 @@ def run(
     log(f"everything is in {options.folder}")
     if "train.batch_tokens" in space and options.recipe.train.steps is not None:
         log("note: train.steps is fixed, so trials with larger batches train on more tokens")
-    if any(refusals):
-        log(f"note: of {len(refusals)} combinations {sum(map(bool, refusals))} cannot be trained: {max(refusals)}")
     if not points:
         log("note: the space does not contain the recipe's own values, so no trial is the baseline")
 
@@ -145,7 +138,8 @@ def space_of(options: SweepOptions) -> Space:
 def _points(options: SweepOptions, space: Space, baseline: Recipe) -> list[dict[str, Any]]:
     """The trials with fixed values: all of a grid, or the recipe's own values, for comparison."""
     if options.sampler == "grid":
-        return list(combinations(space))
+        rows = itertools.product(*(one.values() for one in space.values()))
+        return [dict(zip(space, row, strict=True)) for row in rows]
     own = point(space, baseline)
     return [] if own is None else [own]
 
@@ -284,8 +278,10 @@ class Trial:
     def _measure(self, trainer: Trainer) -> tuple[str, float, str | None]:
         """Trains the runs that the trial still lacks. Returns the outcome, the mean of the scores, and a reason."""
         plan, recipe = self.sweep.body, apply(self.recipe, self.begun.values)
-        if refusal := _refusal(trainer, recipe):
-            return "refused", WORST, refusal
+        try:
+            trainer.check(recipe)
+        except ValueError as error:
+            return "refused", WORST, str(error)
         scores: list[float] = []
         for pair, (seed, data_seed) in enumerate(plan["seeds"]):
             if pair >= len(self.begun.runs):
@@ -310,15 +306,6 @@ class Trial:
 
     def _reported(self) -> dict[int, float]:
         return self.optuna.study.trials[self.optuna.number].intermediate_values
-
-
-def _refusal(trainer: Trainer, recipe: Recipe) -> str:
-    """The reason why no run can have the values of the recipe together, or ""."""
-    try:
-        trainer.check(recipe)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def begin(sweep: Sweep, number: int, space: Space, values: dict[str, Any] | None, study: optuna.Study) -> optuna.Trial:
