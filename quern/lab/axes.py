@@ -169,7 +169,7 @@ def _stepping(recipe: Recipe, out: Path, machine: Machine) -> Iterator[Callable[
     if isinstance(recipe.make_model, type) and not issubclass(recipe.make_model, torch.nn.Module):
         raise ValueError(f"{recipe.name} is no model of PyTorch, whose speed alone is measured")
     prepared = prepare(resolve(recipe), out, silent)
-    recipe = fit_to_text(resolve(recipe), prepared.tokenizer, prepared.train)
+    recipe = fit_to_text(recipe, prepared.tokenizer, prepared.train)
     model, *_ = ready_model(recipe, prepared.tokenizer, machine, alone(), silent)
     state, batches = build_state(recipe, machine, model), make_batches(recipe, prepared.train)
     train, schedule, on_cpu = recipe.train, recipe.make_schedule(recipe.train), machine.device.type == "cpu"

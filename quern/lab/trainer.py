@@ -107,8 +107,8 @@ class Trainer:
         Returns:
             The trial. One that diverged has no `bpb`.
         """
-        prepared = self._data(resolved := resolve(recipe))
-        resolved = replace(fit_to_text(resolved, prepared.tokenizer, prepared.train), seed=seed, data_seed=data_seed)
+        prepared = self._data(resolve(recipe))
+        resolved = replace(fit_to_text(recipe, prepared.tokenizer, prepared.train), seed=seed, data_seed=data_seed)
         curve: list[Point] = []
 
         def note(state: Counters, found: dict[str, Any]) -> dict[str, Any]:

@@ -27,33 +27,42 @@ from quern.model.count import Flops, count, flop_counter, kv_elements_per_token
 from quern.model.fp8 import use_fp8
 from quern.optim.schedule import Multipliers, warmup_stable_decay
 from quern.parallel.plan import shard_model
-from quern.recipe import Resolved, TrainRecipe
-from quern.resolve import table_decay_rule
+from quern.recipe import Recipe, Resolved, TrainRecipe
+from quern.resolve import resolve, table_decay_rule
 from quern.text.tokenizer import Tokenizer
 from quern.train.loop import TrainingPlan
 from quern.train.state import TrainState, build_model, compile_model
 from quern.train.step import Evaluator
 
 
-def fit_to_text(recipe: Resolved, tokenizer: Tokenizer, corpus: Corpus) -> Resolved:
-    """Fills the fields of a recipe that depend on its text: BOS, vocabulary, decay of the head and value embeddings.
+def with_vocabulary(recipe: Recipe, tokenizer: Tokenizer | None) -> Recipe:
+    """Returns a recipe with its model's vocabulary, from which the length and the batch follow when it is resolved.
 
     A tokenizer of another size than the recipe's is one that came with the text, or one that a small text kept below
     the size that was asked for: its vocabulary is filled up to a multiple (`LanguageModel.vocabulary_multiple`). A
     recipe that already has the tokenizer's BOS belongs to a model, such as an imported one, and keeps its vocabulary.
 
+    tokenizer: of the text; None for one of the size that the recipe asks for.
+    """
+    model = resolve(recipe).model
+    size = model.vocab_size
+    if tokenizer is not None and model.bos != tokenizer.bos and tokenizer.vocab_size != size:
+        multiple = getattr(imported(recipe.make_model), "vocabulary_multiple", 1)
+        size = -(-tokenizer.vocab_size // multiple) * multiple
+    return replace(recipe, model=replace(recipe.model, vocab_size=size))
+
+
+def fit_to_text(asked: Recipe, tokenizer: Tokenizer, corpus: Corpus, replicas: int = 1) -> Resolved:
+    """Resolves a recipe with what depends on its text: vocabulary, BOS, decay of the head and value embeddings.
+
     corpus: the training tokens. A text of several groups counts as read once.
     """
-    optim, size = recipe.optim, tokenizer.vocab_size
+    recipe = resolve(with_vocabulary(asked, tokenizer), replicas)
+    optim = recipe.optim
     if optim.table_decay_scale is None and "optim.table_decay_scale" not in recipe.unused:
         one_group = groups_of(corpus) == 1
         optim = replace(optim, table_decay_scale=table_decay_rule(recipe, corpus.num_tokens) if one_group else 1.0)
-    if recipe.model.bos == tokenizer.bos:
-        size = recipe.model.vocab_size
-    elif size != recipe.model.vocab_size:
-        multiple = getattr(imported(recipe.make_model), "vocabulary_multiple", 1)
-        size = -(-size // multiple) * multiple
-    return replace(recipe, model=replace(recipe.model, vocab_size=size, bos=tokenizer.bos), optim=optim)
+    return replace(recipe, model=replace(recipe.model, bos=tokenizer.bos), optim=optim)
 
 
 def make_batches(recipe: Resolved, corpus: Corpus, rows: int | None = None) -> Batches:

@@ -25,7 +25,7 @@ from quern.resolve import batch_rule, resolve
 from quern.runs.load import Start
 from quern.runs.origin import Origin, compare, read_origin, source_digest, with_absolute_paths
 from quern.runs.public_data import name_of_set, with_shards
-from quern.runs.training import fit_to_text, make_batches, ready_model, validation
+from quern.runs.training import fit_to_text, make_batches, ready_model, validation, with_vocabulary
 from quern.stages.complete import GOES_ON, continuations, continued
 from quern.stages.prepare import Prepared, fit_vocabulary, own_megabytes
 from quern.stages.session import Opening, Session
@@ -131,31 +131,27 @@ def _fit(asked: Recipe, session: Session, began: Origin | None, check: Check) ->
         _refuse_other_model(recipe, start)
     name = None if began else asked.text.tokenizer
     known = start.tokenizer if start else named_tokenizer(name, None, silent)
-    checked = _with_vocabulary(asked, known.vocab_size if known else recipe.model.vocab_size)
+    checked = with_vocabulary(asked, known)
     memory = memory_check(checked, machine, mesh, log)
     prepared = session.text(recipe, began, session.encoders)
 
-    def in_text(recipe: Resolved) -> Resolved:
-        return fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train)
+    def in_text(asked: Recipe) -> Resolved:
+        return fit_to_text(with_shards(asked, prepared.public), prepared.tokenizer, prepared.train, mesh.dp)
 
-    asked = _with_vocabulary(asked, in_text(recipe).model.vocab_size)
+    asked = with_vocabulary(asked, prepared.tokenizer)
     if megabytes is not None:
         asked = fit_batch(fit_depth(asked, session, prepared), session, prepared)
     if asked != checked:
         memory = memory_check(asked, machine, mesh, log)
-    recipe = in_text(resolve(asked, mesh.dp))
+    recipe = in_text(asked)
     check(recipe, prepared.tokenizer)
     model, facts, _ = ready_model(recipe, prepared.tokenizer, machine, mesh, log)
     if recipe.train.minutes is not None:
         asked = _fit_minutes(asked, recipe, session, began, model, prepared.train)
         asked = asked if megabytes is None else fit_readings(asked, session, prepared)
-        recipe = in_text(resolve(asked, mesh.dp))
+        recipe = in_text(asked)
         model.initialize(recipe.seed)
     return Fitted(recipe, prepared, model, facts, memory, megabytes is not None)
-
-
-def _with_vocabulary(recipe: Recipe, vocab_size: int) -> Recipe:
-    return replace(recipe, model=replace(recipe.model, vocab_size=vocab_size))
 
 
 def _refuse_other_model(recipe: Resolved, start: Start) -> None:

@@ -34,6 +34,7 @@ from quern.recipes import load_recipe
 from quern.records import read_lines, read_metrics
 from quern.resolve import resolve
 from quern.runs.load import load
+from quern.runs.origin import read_saved
 from quern.runs.run_dir import RunDir
 from quern.stages.jax import command
 from quern.stages.jax import train as jax_stage
@@ -102,6 +103,13 @@ def check_models_move_both_ways() -> None:
         measured = json.loads((twin.folder / "evaluate.jsonl").read_text(encoding="utf-8").splitlines()[-1])
         batches, token_bytes = windows(prepared.val, 32, rows=8), loaded.tokenizer.token_bytes()
         assert relative(measured["value"], bits_per_byte(loaded.model, batches, token_bytes, CPU).bpb) <= BAR
+
+        horizon = 2 * 256 / (12 * 32**2 + 320 * 32)  # of the parameters with the tokenizer's vocabulary: two steps
+        words = " ".join(TRAIN).replace("--train.steps 4", f"--train.horizon-ratio {horizon}")
+        words = words.replace("--text.vocab-size 320", f"--text.tokenizer {twin.folder}/tokenizer.json")
+        assert verb(*words.split(), "--run", "named") == ""
+        named = read_saved(RunDir(Path("out"), "named"), jax_stage.STAGE)
+        assert named is not None and named.train.steps == 2
 
         shutil.copytree(twin.folder, back.folder)
         shutil.rmtree(back.stage(jax_stage.STAGE))

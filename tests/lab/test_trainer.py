@@ -21,7 +21,7 @@ from quern.cluster import connect
 from quern.flags.check_flags import DeviceOptions
 from quern.flags.recipe_file import read_recipe_file
 from quern.lab.arms import Arm, Seeds, Train, in_process, on_cluster
-from quern.lab.ladder.study import Comparison
+from quern.lab.ladder.study import Comparison, one_size
 from quern.lab.options import CompareOptions
 from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
@@ -32,6 +32,7 @@ from quern.records import read_events, read_metrics, typed
 from quern.resolve import resolve
 from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
+from quern.stages.prepare import prepare
 from quern.stages.session import Session
 from quern.train.guard import EXIT_STOPPED
 from tests.support.command import Told, run
@@ -62,7 +63,7 @@ def trainer(out: Path) -> Trainer:
 def pretrained(recipe: Recipe, out: Path, run: str) -> list[dict[str, Any]]:
     """The metrics of `quern pretrain`."""
     run_dir = RunDir(out, run)
-    pretrain.run(recipe, Session(stage="pretrain", machine=CPU, run_dir=run_dir))
+    pretrain.run(recipe, Session(stage="pretrain", machine=CPU, run_dir=run_dir, named=("train.horizon_ratio",)))
     return read_metrics(run_dir.stage("pretrain"))
 
 
@@ -91,6 +92,15 @@ def test_a_trial_computes_what_pretraining_computes(text: Path, out: Path, train
     run = "-".join(map(str, change.values())) if isinstance(change, dict) else change
     scores = [line["val_bpb"] for line in pretrained(recipe, out, run) if "val_bpb" in line]
     assert trial.bpb == scores[-1] != trainer.train(toy(text), name="plain", seed=0, data_seed=0).bpb
+
+
+def test_the_length_follows_from_the_vocabulary_of_a_named_tokenizer(text: Path, out: Path, trainer: Trainer) -> None:
+    recipe = toy(text, steps=None, horizon_ratio=3 * 128 / (12 * 32**2 + 304 * 32))
+    named = prepare(resolve(recipe), out, print).tokenizer.save(out / "named.json")
+    recipe = replace(recipe, text=replace(recipe.text, vocab_size=None, tokenizer=str(named)))
+    assert trainer.train(recipe, name="named", seed=0, data_seed=0).steps == 3
+    assert one_size(recipe)[0].steps == 3
+    assert pretrained(recipe, out, "named")[-1]["step"] == 3
 
 
 def test_a_kept_model_is_told_the_vocabulary_of_another_text(text: Path, tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ from quern.lab.verdict import Rules
 from quern.recipe import OPERATIONAL, PARTS, Recipe
 from quern.records import read_lines, typed
 from quern.resolve import resolve
+from quern.runs.training import with_vocabulary
+from quern.stages.tokenizers import named_tokenizer
+from quern.terminal import silent
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def numbers(recipe: Recipe) -> str:
 def one_size(base: Recipe) -> dict[int, Rung]:
     """Returns the rungs of a comparison at one size: the baseline's own length, and one that is half as long again,
     which tells how its loss falls with compute."""
-    train = resolve(base).train
+    train = resolve(with_vocabulary(base, named_tokenizer(base.text.tokenizer, None, silent))).train
     steps, batch = train.steps, train.batch_tokens
     return {0: Rung(steps, batch), 1: Rung(-(-steps * 3 // 2), batch)}
 

@@ -75,12 +75,13 @@ def run(asked: Recipe, mesh: Mesh, stage: JaxStage, *, dtype: str) -> int:
     """
     run_dir, path = stage.run_dir, stage.folder
     core, asked = core_of(asked), with_absolute_paths(asked)
-    recipe = resolve(fit_vocabulary(asked, own_megabytes(asked, run_dir.out)))
+    asked = fit_vocabulary(asked, own_megabytes(asked, run_dir.out))
+    recipe = resolve(asked)
     check_model_axis(recipe.model, mesh)
     check_rows(mesh, recipe.micro_batch_rows)
     with stage.opened(), jax.set_mesh(mesh):
         began = read_origin(path) if stage.resume and (path / FILE).exists() else None  # an imported model has none
-        recipe, prepared = _with_text(recipe, began, stage)
+        recipe, prepared = _with_text(asked, began, stage)
         mark = source_digest(stage.source) or (began and began.source)
         origin = replace(prepared.origin, recipe=recipe.to_json(), source=mark)
         changed = compare(began, origin, run_dir, STAGE)
@@ -103,14 +104,14 @@ def loss_and_perplexity(loss: float, tokens_per_second: float | None) -> str:
     return f"{loss_and_speed(loss, tokens_per_second)}, perplexity {perplexity:,.1f}"
 
 
-def _with_text(recipe: Resolved, began: Origin | None, stage: JaxStage) -> tuple[Resolved, Prepared]:
+def _with_text(recipe: Recipe, began: Origin | None, stage: JaxStage) -> tuple[Resolved, Prepared]:
     """The recipe fitted to its text, which process 0 prepares: the run's own, unless the user names another."""
     if began is not None:
         body = began.recipe
         check_body(body)
         recipe = replace(recipe, **{name: body[name] for name in OF_TEXT if name not in stage.named and name in body})
         recipe = replace(recipe, model=replace(recipe.model, vocab_size=body["model"]["vocab_size"]))
-    prepared = stage.text(recipe, began)
+    prepared = stage.text(resolve(recipe), began)
     return fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train), prepared
 
 
