@@ -20,9 +20,8 @@ from quern.mesh import EVALUATING, FIRST_STEP, SAMPLING, TRAINING, Mesh
 from quern.model.count import Flops
 from quern.optim.schedule import Multipliers
 from quern.parallel.sharding import Slice
-from quern.process import to_stderr, waiting
+from quern.process import waiting
 from quern.records import Records
-from quern.terminal import silent
 from quern.train import checkpoint, manifest, metrics
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Stop
 from quern.train.heartbeat import StragglerDetector
@@ -168,8 +167,7 @@ def _steps(
         tell = () if alone else (float(stop.requested), own_seconds, horizon.wanted(run.step, run.seconds))
         multipliers = plan.schedule(horizon.place(run.step))
         start, waited = clock(), mesh.waited_seconds()
-        first = waiting("the first step, which may compile the model", log=to_stderr if mesh.main else silent)
-        with first if fresh else nullcontext():
+        with waiting("the first step, which may compile the model", log=reporter.log) if fresh else nullcontext():
             result, heard = backend.step(batch, multipliers, tell)
         seconds = clock() - start
         own_seconds = 0.0 if fresh else seconds - mesh.waited_seconds() + waited  # the first step compiles

@@ -94,12 +94,16 @@ def test_a_trial_computes_what_pretraining_computes(text: Path, out: Path, train
     assert trial.bpb == scores[-1] != trainer.train(toy(text), name="plain", seed=0, data_seed=0).bpb
 
 
-def test_the_length_follows_from_the_vocabulary_of_a_named_tokenizer(text: Path, out: Path, trainer: Trainer) -> None:
+def test_the_length_follows_from_the_vocabulary_of_a_named_tokenizer(
+    text: Path, out: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quern.process.SILENT_SECONDS", 0.0)  # and a trial tells no one that its first step begins
     recipe = toy(text, steps=None, horizon_ratio=3 * 128 / (12 * 32**2 + 304 * 32))
     named = prepare(resolve(recipe), out, print).tokenizer.save(out / "named.json")
     recipe = replace(recipe, text=replace(recipe.text, vocab_size=None, tokenizer=str(named)))
+    capfd.readouterr()
     assert trainer.train(recipe, name="named", seed=0, data_seed=0).steps == 3
-    assert one_size(recipe)[0].steps == 3
+    assert capfd.readouterr().err == "" and one_size(recipe)[0].steps == 3
     assert pretrained(recipe, out, "named")[-1]["step"] == 3
 
 
