@@ -136,15 +136,20 @@ def open_app(
     watch_seconds: float,
 ) -> Starlette:
     """The application, its models loaded and compiled. where: the end of the line that tells so; others as in `run`."""
-    engines = {}
+    engines, suggestions = {}, dict[str, Sequence[str]]()
     shown = {name: source.newest() for name, source in sources.items()}
 
-    def welcome() -> Welcome:
+    def welcome(*changed: str) -> Welcome:
         stages = {name: newest[0] if newest else "" for name, newest in shown.items()}
-        suggestions = {name: read_suggestions(sources[name].run_dir.folder, stage) for name, stage in stages.items()}
-        return Welcome(suggestions, [name for name, stage in stages.items() if stage == "pretrain"])
+        for name in changed:
+            try:
+                suggestions[name] = read_suggestions(sources[name].run_dir.folder, stages[name])
+            except (OSError, ValueError) as error:
+                suggestions[name] = ()
+                log(f"warning: {name} has no suggestions: {error}")
+        return Welcome(dict(suggestions), [name for name, stage in stages.items() if stage == "pretrain"])
 
-    begins = welcome()
+    begins = welcome(*sources)
     for name, source in sources.items():
         if source.machine.compile:
             sizes = ", ".join(map(str, WARM_ROWS))
@@ -162,7 +167,6 @@ def open_app(
                     if (newest := source.newest()) == before:
                         continue
                     shown[name] = newest
-                    greeting = welcome()
                     engine, what = await aside(partial(source.open, lines.append))
                 except Exception as error:  # the server goes on with the model that it has, and tries again
                     lines.append(f"{name}: the newest checkpoint cannot be served ({error}); the one before goes on")
@@ -172,7 +176,7 @@ def open_app(
                     continue
                 for line in (*lines, f"{name}: new requests go to {what}"):
                     log(line)
-                app.state.welcome = greeting
+                app.state.welcome = welcome(name)
                 await models.replace(name, engine)
 
     app = create_app(engines, gate, request_seconds, watch if watch_seconds else None, begins)

@@ -301,15 +301,32 @@ class Changing(Source):
         return toy_engine(context=256, seed=self.looks[0]), f"step {self.looks[0]}"
 
 
+class Still(Source):
+    """A run that has one step."""
+
+    def newest(self) -> tuple[str, int, int]:
+        return self.stage or "", 1, 0
+
+    def open(self, log: Any) -> tuple[Engine, str]:
+        return toy_engine(context=256), "a step"
+
+
 def test_the_server_looks_for_newer_checkpoints_also_after_a_look_or_an_opening_that_failed(tmp_path: Path) -> None:
+    """And where the samples of another model are damaged, which has no suggestions then."""
     source, lines = Changing(RunDir(tmp_path, "toy"), None, CPU, 0), list[str]()
+    other = Still(RunDir(tmp_path, "other"), "sft", CPU, 0)
+    write_rows(other.run_dir.folder / "samples.jsonl", [{"stage": "sft", "messages": ["Who?"]}])
     Changing.looks, Changing.failures = [1, 1, OSError("the disk is gone"), 2], [None] * 4
-    app = open_app({"toy": source}, Gate(LOOPBACK), 600, lines.append, "", 0.05)
+    app = open_app({"other": other, "toy": source}, Gate(LOOPBACK), 600, lines.append, "", 0.05)
     assert app.state.welcome.completes == ["toy"], "a base model"
+    write_rows(source.run_dir.folder / "samples.jsonl", [{"stage": "sft", "prompt": "Who?"}])
     Changing.failures = []
     with running(app) as url:
         until(lambda: "toy: new requests go to step 2" in lines, 5)
-        assert web.get(f"{url}/welcome").json()["completes"] == []
+        until(lambda: web.get(f"{url}/welcome").json()["completes"] == [], 5)
+        assert web.get(f"{url}/welcome").json()["suggestions"] == {"other": [], "toy": ["Who?"]}
+    refused = r"warning: other has no suggestions: .*samples\.jsonl, line 1, is not a record .*: remove that line"
+    assert [bool(re.fullmatch(refused, line)) for line in lines if "suggestions" in line] == [True], "told once"
     assert any("the disk is gone" in line for line in lines)
     assert lines.count("step 2 is damaged") == 1 and sum("none is good" in line for line in lines) == 1, "told once"
 
@@ -346,25 +363,10 @@ def test_a_checkpoint_that_is_repaired_in_its_place_is_another_one(tmp_path: Pat
 
 
 def test_each_model_has_the_suggestions_of_its_own_run_and_stage(tmp_path: Path) -> None:
-    class Still(Source):
-        def newest(self) -> tuple[str, int, int]:
-            return self.stage or "", 1, 0
-
-        def open(self, log: Any) -> tuple[Engine, str]:
-            return toy_engine(context=256), "a step"
-
     run, stages = RunDir(tmp_path, "toy"), ("sft", "pretrain", "rl")
     write_rows(run.folder / "samples.jsonl", [{"stage": stage, "prompt": f"of {stage}"} for stage in stages[:2]])
     app = open_app({one: Still(run, one, CPU, 0) for one in stages}, Gate(LOOPBACK), 600, print, "", 0)
     assert app.state.welcome.suggestions == {"sft": ("of sft",), "pretrain": ("of pretrain",), "rl": ()}
-
-
-def test_samples_that_are_none_are_refused_before_a_model_is_opened(tmp_path: Path) -> None:
-    run = RunDir(tmp_path, "toy")
-    run.folder.mkdir(parents=True)
-    (run.folder / "samples.jsonl").write_text('{"stage": "sft", "messages": ["Who?"]}\n')
-    with pytest.raises(ValueError, match=r"samples\.jsonl, line 1, is not a record .*messages.*remove that line"):
-        open_app({"toy": Source(run, None, CPU, 0)}, Gate(LOOPBACK), 600, print, "", 0)
 
 
 def test_the_container_copies_what_exists_and_starts_with_flags_that_exist() -> None:
