@@ -1,7 +1,7 @@
 """Encodes a stream of documents on several processes, in the order of the stream, and writes them as token shards.
 
 Units have about a million characters. A process of this machine takes the next one when it is free; the actors of a Ray
-cluster take them in turn. Units wait until those before them were yielded, so the number of workers changes nothing.
+cluster take them in turn. Units wait until those before them were yielded, so the number of workers changes no result.
 """
 
 from __future__ import annotations

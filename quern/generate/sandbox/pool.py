@@ -296,7 +296,8 @@ class Worker:
         self._resources.close()
 
     def run(self, program: Program, limits: Limits) -> Outcome:
-        """Runs a program, once more where a lost guest must start again. Raises SandboxError if it cannot."""
+        """Runs a program, and once more if the guest is lost. A lost guest is started again. Raises SandboxError if it
+        cannot."""
         for _ in range(2):
             try:
                 return self._attempt(program, limits)

@@ -145,7 +145,8 @@ def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], No
 
 def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) -> tuple[JaxRun, Resolved, Tokenizer]:
     """Loads the run's newest good JAX state, sharded over the mesh, with its recipe and tokenizer. Raises
-    FileNotFoundError without one, CheckpointError if all are damaged, ValueError if it has another tokenizer."""
+    FileNotFoundError without one, CheckpointError if all are damaged, ValueError if another tokenizer than the run's
+    trained it."""
     if not run_dir.has_trained(STAGE):
         raise FileNotFoundError(run_dir.has_no("JAX model", "grug train"))
     start = open_checkpoint(run_dir, STAGE, log)
