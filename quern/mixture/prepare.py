@@ -44,9 +44,9 @@ CODE = (chat, conversations, documents, readers, tools, sources, sys.modules[__n
 """The modules on whose code the tokens of a source depend."""
 NOTES = {
     "repeats": "each {:g} times",
-    "left_out": "{:,} test rows of tasks left out",
-    "copies": "{:,} left out, as held-out conversations equal them",
-    "lost": "{:,} of its conversations are lost",
+    "left_out": "test rows of tasks left out: {:,}",
+    "copies": "copies of held-out conversations left out: {:,}",
+    "lost": "conversations lost: {:,}",
 }
 
 

@@ -111,7 +111,7 @@ def prepare_lessons(
     if recipe.sft.steps is None and steps < FEW_STEPS:
         session.log(
             f"warning: fine-tuning has {counted(steps, 'step')}, too few to learn to reply: give more conversations, "
-            f"or --sft.epochs {math.ceil(FEW_STEPS / batches.steps_per_epoch)}, which makes about {FEW_STEPS}"
+            f"or --sft.epochs {math.ceil(FEW_STEPS / batches.steps_per_epoch)}, which makes at least {FEW_STEPS}"
         )
     every = {name: getattr(asked.train, name) or max(1, steps // 4) for name in ("eval_every", "save_every")}
     recipe = replace(recipe, sft=replace(recipe.sft, steps=steps), train=replace(recipe.train, **every))

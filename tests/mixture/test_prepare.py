@@ -133,7 +133,7 @@ def test_a_held_out_conversation_is_not_trained_on(tmp_path: Path) -> None:
     held_out = set(texts(mixture.val))
     assert held_out == {"question 0 of day", "question 30 of day"} and not held_out & set(texts(mixture.train))
     assert [(one["conversations"], one["copies"]) for one in mixture.sources] == [(58, 2), (38, 1), (58, 2)]
-    assert mixture.lines()[1].endswith("; 1 left out, as held-out conversations equal them")
+    assert mixture.lines()[1].endswith("; copies of held-out conversations left out: 1")
     lonely = write(tmp_path / "lonely.jsonl", talks(1) * 3)
     with pytest.raises(ValueError, match="holds 1 conversation, none to train on: "):
         prepared(lonely, tmp_path / "out")
@@ -151,7 +151,7 @@ def test_conversations_that_fit_are_held_out_and_lost_ones_counted(tmp_path: Pat
     report = Loader(mixture.train, 64, 1, too_long="crop").report()
     assert (report["documents"], report["documents_without_target"], report["documents_too_long"]) == (49, 1, 2)
     dropped = prepared((own, "spelling"), tmp_path / "out", sft=replace(gpt.RECIPE.sft, too_long="drop"), **context)
-    assert dropped.sources[0]["lost"] == 2 and "2 of its conversations are lost" in dropped.lines()[0]
+    assert dropped.sources[0]["lost"] == 2 and "conversations lost: 2" in dropped.lines()[0]
     cropped = write(tmp_path / "cropped.jsonl", [long[0], long[1], long[0] | {"instruction": "day"}])
     assert prepared(cropped, tmp_path / "out", **context).val.num_documents == 1, "none fits, and two have a reply"
     lost = write(tmp_path / "lost.jsonl", [long[1]] * 3)
@@ -186,7 +186,7 @@ def test_test_rows_in_a_public_set_are_left_out(tmp_path: Path) -> None:
     (found,) = mixture.sources
     assert (found["conversations"], found["held_out"], found["copies"], found["left_out"]) == (16, 1, 1, 1)
     assert GSM8K["question"] not in texts(mixture.train) + texts(mixture.val)
-    assert "1 test rows of tasks left out" in mixture.lines()[0]
+    assert "test rows of tasks left out: 1" in mixture.lines()[0]
     again = prepared("gsm8k,repeats=2", tmp_path / "out", fetch=fetch)
     assert again.sources == mixture.sources, "the count is kept with the shards"
 
