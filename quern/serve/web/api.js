@@ -37,7 +37,8 @@ export async function models() {
   return (await get("/v1/models")).data;
 }
 
-/** {suggestions, completes, sampling}: how the server would begin; suggestions: {model: texts}; completes: the models that only continue texts. */
+/** {suggestions, completes, sampling}: how the server would begin; suggestions: {model: texts}; completes: the models
+ * that only continue texts. */
 export const welcome = () => get("/welcome");
 
 /** A model's token ids of a chat, {messages}, or of a text, {prompt}. */
