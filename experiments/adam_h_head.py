@@ -5,7 +5,7 @@ Source: the post on Hyperball. nanochat's experiment log, 2026-01-29: AdamH alon
 to be confident; with a learned factor it is still worse. Here: with the factor, which starts where the first logits
 are the baseline's.
 Expected effect: worse.
-Verdict: worse on rung 0 (+0.0397 bits per byte, 3 pairs); multiplier × 0.719 [0.685, 0.755]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0397 bits per byte, 3 pairs); multiplier × 0.717 [0.684, 0.754]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0488 bits per byte, 3 pairs); multiplier × 0.760 [0.736, 0.785]. Study ladder.
 """
 

@@ -7,7 +7,7 @@ second step. There the two gradients are summed; under Adam sum and mean are the
 experiment log, 2026-02-03, with rates times sqrt(1/2): 2% faster at depth 12, each step slightly worse, worse in time.
 Expected effect: at equal steps, the same loss or slightly worse. AdamW's share of the update's time and of the bytes
 between ranks halves.
-Verdict: worse on rung 0 (+0.0163 bits per byte, 3 pairs); multiplier × 0.873 [0.827, 0.923]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0163 bits per byte, 3 pairs); multiplier × 0.872 [0.826, 0.923]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0162 bits per byte, 3 pairs); multiplier × 0.912 [0.892, 0.933]. Study ladder.
 """
 

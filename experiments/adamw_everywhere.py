@@ -4,8 +4,8 @@ Hypothesis: orthogonalised updates learn more per step than elementwise ones.
 Source: modded-nanogpt's walkthrough: no strong theory, but the records. Rate, betas and decay here are those usual
 for AdamW (GPT-3, arXiv 2005.14165), scaled with batch and width as the other groups are.
 Expected effect: clearly worse at equal steps; the update takes less time.
-Verdict: worse on rung 0 (+0.0894 bits per byte, 3 pairs); worse on rung 1 (+0.0489 bits per byte, 3 pairs); multiplier
-× 0.693 [0.671, 0.714], grows. Study ladder-2. Before: old baseline: worse on rung 0 (+0.1019 bits per byte, 3 pairs);
+Verdict: worse on rung 0 (+0.0894 bits per byte, 3 pairs); worse on rung 1 (+0.0488 bits per byte, 3 pairs); multiplier
+× 0.693 [0.672, 0.714], grows. Study ladder-2. Before: old baseline: worse on rung 0 (+0.1019 bits per byte, 3 pairs);
 multiplier × 0.469 [0.435, 0.504]. Study ladder-offset. Before: old baseline: worse on rung 0 (+0.0447 bits per byte, 5
 pairs); multiplier × 0.816 [0.802, 0.829]. Study ladder.
 """

@@ -3,7 +3,7 @@
 Hypothesis: short windows save time and cost little quality.
 Source: nanochat's experiment log, 2026-01-11: SSSL is a good balance between compute and quality.
 Expected effect: slightly better at equal steps, worse at equal time.
-Verdict: worse on rung 0 (+0.0127 bits per byte, 5 pairs); multiplier × 0.861 [0.822, 0.901]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0127 bits per byte, 5 pairs); multiplier × 0.860 [0.822, 0.900]. Study ladder-2. Before:
 old baseline: worse, small on rung 0 (+0.0044 bits per byte, 5 pairs); multiplier × 0.934 [0.923, 0.945]. Study ladder.
 """
 

@@ -5,7 +5,7 @@ Source: nanochat's experiment log, 2026-01-13: at a context of 2,048, 34.6% of t
 padding. As there, a document longer than a row is cropped to one row. The default keeps the tails.
 Expected effect: no difference as long as no document repeats; worse on a small corpus, a third of which it discards
 in each epoch.
-Verdict: worse on rung 0 (+0.0418 bits per byte, 3 pairs); multiplier × 0.706 [0.679, 0.735]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0418 bits per byte, 3 pairs); multiplier × 0.705 [0.678, 0.735]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0425 bits per byte, 3 pairs); multiplier × 0.787 [0.768, 0.808]. Study ladder.
 """
 

@@ -6,8 +6,8 @@ every block with 0.1, helps at depth 12 on all axes; 2026-01-28: nothing is left
 the log's: two products, XOR, and the remainder.
 Expected effect: better at equal steps.
 Changed: 2026-11-25T20:00, the hash was a sum of the ids, one of them times a prime.
-Verdict: better on rung 0 (-0.0468 bits per byte, 3 pairs); better on rung 1 (-0.0402 bits per byte, 3 pairs); better on
-rung 2 (-0.0312 bits per byte, 3 pairs); multiplier × 1.381 [1.366, 1.401], fades. Study ladder-2. Before: old baseline:
+Verdict: better on rung 0 (-0.0468 bits per byte, 3 pairs); better on rung 1 (-0.0403 bits per byte, 3 pairs); better on
+rung 2 (-0.0312 bits per byte, 3 pairs); multiplier × 1.378 [1.365, 1.399], fades. Study ladder-2. Before: old baseline:
 better on rung 0 (-0.0501 bits per byte, 3 pairs); multiplier × 1.507 [1.436, 1.587]. Study ladder-offset. Before: old
 baseline: better on rung 0 (-0.0590 bits per byte, 3 pairs); undecided on rung 1 (+0.0032 bits per byte, 5 pairs);
 multiplier × 0.980 [0.897, 1.064], fades. Study ladder.

@@ -5,7 +5,7 @@ Source: Engram (arXiv 2601.07372). nanochat's experiment log, 2026-01-27: bigram
 all layers want them.
 Expected effect: worse than bigrams in every layer.
 Changed: 2026-11-25T20:00, the hash was a sum of the ids, one of them times a prime.
-Verdict: better on rung 0 (-0.0477 bits per byte, 3 pairs); multiplier × 1.502 [1.431, 1.573]. Study ladder-2. Before:
+Verdict: better on rung 0 (-0.0477 bits per byte, 3 pairs); multiplier × 1.504 [1.433, 1.574]. Study ladder-2. Before:
 old baseline: better on rung 0 (-0.0456 bits per byte, 3 pairs); multiplier × 1.452 [1.361, 1.551]. Study ladder-offset.
 Before: old baseline: better on rung 0 (-0.0632 bits per byte, 3 pairs); undecided on rung 1 (+0.0014 bits per byte, 3
 pairs); multiplier × 0.991 [0.907, 1.085], fades. Study ladder.

@@ -5,7 +5,7 @@ Source: Rae et al., 2021 (https://arxiv.org/abs/2112.11446) for the quality rule
 (https://arxiv.org/abs/2107.06499) for duplicates.
 Expected effect: none on text that is clean already, such as the built-in world's.
 Verdict: undecided on rung 0 (-0.0025 bits per byte, 8 pairs); undecided on rung 1 (-0.0028 bits per byte, 3 pairs);
-multiplier × 1.026 [0.999, 1.057], unclear. Study ladder-2. Before: old baseline: undecided on rung 0 (+0.0031 bits per
+multiplier × 1.027 [1.000, 1.057], unclear. Study ladder-2. Before: old baseline: undecided on rung 0 (+0.0031 bits per
 byte, 8 pairs); multiplier × 0.983 [0.951, 1.015]. Study ladder.
 
 Two more steps, which need more than this file: `steps.near_duplicates()` (the extra `data`), and

@@ -3,7 +3,7 @@
 Hypothesis: decay at the end of the run pulls weights from where they have settled.
 Source: nanochat's experiment log, 2026-01-10: a decay that falls linearly to zero worked better than a constant one.
 Expected effect: worse at the end.
-Verdict: worse on rung 0 (+0.0216 bits per byte, 3 pairs); multiplier × 0.835 [0.802, 0.867]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0216 bits per byte, 3 pairs); multiplier × 0.834 [0.802, 0.866]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0137 bits per byte, 3 pairs); multiplier × 0.925 [0.909, 0.941]. Study ladder.
 """
 

@@ -3,8 +3,8 @@
 Hypothesis: the baseline's rates are close to the best ones.
 Source: a known answer, to test a rung of the ladder with.
 Expected effect: worse, slightly.
-Verdict: undecided on rung 0 (-0.0027 bits per byte, 8 pairs); worse on rung 1 (+0.0123 bits per byte, 3 pairs); worse
-on rung 2 (+0.0206 bits per byte, 3 pairs); multiplier × 0.811 [0.782, 0.840], fades. Study ladder-2. Before: old
+Verdict: undecided on rung 0 (-0.0027 bits per byte, 8 pairs); worse on rung 1 (+0.0122 bits per byte, 3 pairs); worse
+on rung 2 (+0.0206 bits per byte, 3 pairs); multiplier × 0.811 [0.783, 0.841], fades. Study ladder-2. Before: old
 baseline: undecided on rung 0 (+0.0024 bits per byte, 3 pairs); undecided on rung 1 (+0.0079 bits per byte, 3 pairs);
 multiplier × 0.933 [0.900, 0.976], unclear. Study ladder-offset. Before: old baseline: better on rung 0 (-0.0072 bits
 per byte, 8 pairs); undecided on rung 1 (+0.0013 bits per byte, 3 pairs); multiplier × 0.992 [0.907, 1.091], unclear.

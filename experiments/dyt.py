@@ -5,7 +5,7 @@ Source: Zhu et al. 2025 (arXiv 2503.10622). nanochat's experiment log, 2026-05-0
 it was 10% slower. The norms of the embedding and of queries and keys stay; alpha starts at 1, the paper's value at a
 width of 1,024.
 Expected effect: worse.
-Verdict: worse on rung 0 (+0.1218 bits per byte, 3 pairs); multiplier × 0.372 [0.350, 0.398]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.1218 bits per byte, 3 pairs); multiplier × 0.369 [0.349, 0.396]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0943 bits per byte, 3 pairs); multiplier × 0.592 [0.582, 0.604]. Study ladder.
 """
 

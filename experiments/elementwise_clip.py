@@ -5,7 +5,7 @@ Source: nanochat's experiment log, 2026-01-08: no benefit at any bound, since th
 names bounds for norms only, 0.25 to 2; here the smallest of them bounds each element.
 Expected effect: no difference.
 Changed: 2026-11-25T20:00, the bound was 0.001, which no source names.
-Verdict: worse on rung 0 (+0.0100 bits per byte, 5 pairs); multiplier × 0.920 [0.894, 0.948]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0100 bits per byte, 5 pairs); multiplier × 0.919 [0.894, 0.947]. Study ladder-2. Before:
 old baseline: worse, small on rung 0 (+0.0038 bits per byte, 8 pairs); multiplier × 0.979 [0.970, 0.989]. Study ladder.
 """
 

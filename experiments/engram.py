@@ -4,8 +4,8 @@ Hypothesis: the stream knows when a looked-up pattern is of use.
 Source: Engram (arXiv 2601.07372), without its convolution and its several hashes. nanochat's experiment log,
 2026-01-27: a slight improvement; direct addition in all layers is simpler and better.
 Expected effect: slightly better at equal steps.
-Verdict: better on rung 0 (-0.0571 bits per byte, 3 pairs); better on rung 1 (-0.0456 bits per byte, 3 pairs); better on
-rung 2 (-0.0295 bits per byte, 3 pairs); multiplier × 1.328 [1.313, 1.346], fades. Study ladder-2. Before: old baseline:
+Verdict: better on rung 0 (-0.0571 bits per byte, 3 pairs); better on rung 1 (-0.0457 bits per byte, 3 pairs); better on
+rung 2 (-0.0295 bits per byte, 3 pairs); multiplier × 1.325 [1.312, 1.344], fades. Study ladder-2. Before: old baseline:
 better on rung 0 (-0.0593 bits per byte, 3 pairs); multiplier × 1.592 [1.516, 1.671]. Study ladder-offset. Before: old
 baseline: better on rung 0 (-0.0698 bits per byte, 3 pairs); undecided on rung 1 (-0.0124 bits per byte, 3 pairs);
 better on rung 2 (-0.0137 bits per byte, 4 pairs); multiplier × 1.080 [1.055, 1.108], fades. Study ladder.

@@ -4,7 +4,7 @@ Hypothesis: rows of whole documents with almost no padding are best.
 Source: nanochat's experiment log, 2026-01-13: 0.3% of the slots are padding, and 23% of the tokens are cropped at a
 context of 2,048. As there, a document longer than a row is cropped to one row.
 Expected effect: no difference; long documents are cropped.
-Verdict: worse on rung 0 (+0.0458 bits per byte, 3 pairs); multiplier × 0.684 [0.648, 0.721]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0458 bits per byte, 3 pairs); multiplier × 0.682 [0.647, 0.720]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0418 bits per byte, 3 pairs); multiplier × 0.791 [0.776, 0.805]. Study ladder.
 """
 

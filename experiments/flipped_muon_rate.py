@@ -4,7 +4,7 @@ Hypothesis: the second matrix of the feed-forward wants the double rate, not the
 Source: nanochat's pull request 492, from modded-nanogpt. nanochat's experiment log, 2026-02-03: slightly worse at
 depth 12.
 Expected effect: slightly worse, or no difference.
-Verdict: no difference on rung 0 (-0.0003 bits per byte, 8 pairs); multiplier × 1.002 [0.984, 1.020]. Study ladder-2.
+Verdict: no difference on rung 0 (-0.0003 bits per byte, 8 pairs); multiplier × 1.002 [0.983, 1.020]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0007 bits per byte, 8 pairs); multiplier × 0.996 [0.985, 1.007]. Study
 ladder.
 """

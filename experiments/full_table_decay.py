@@ -3,7 +3,7 @@
 Hypothesis: where nothing is read twice, there is nothing to learn by heart, and so much decay only slows learning.
 Source: AdamW should forget over a constant share of the run: Wang and Aitchison 2024 (arXiv 2405.13698).
 Expected effect: worse, the less often the text is read.
-Verdict: worse on rung 0 (+0.0618 bits per byte, 3 pairs); multiplier × 0.600 [0.575, 0.625]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0618 bits per byte, 3 pairs); multiplier × 0.598 [0.574, 0.624]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0622 bits per byte, 3 pairs); worse on rung 1 (+0.0252 bits per byte, 4 pairs);
 multiplier × 0.802 [0.769, 0.836], grows. Study ladder-offset. Before: old baseline: worse on rung 0 (+0.0540 bits per
 byte, 3 pairs); undecided on rung 1 (+0.0137 bits per byte, 3 pairs); undecided on rung 2 (+0.0064 bits per byte, 3

@@ -4,7 +4,7 @@ Hypothesis: one large matrix is faster, and its update spreads over the four par
 Source: nanochat's experiment log, 2026-01-18: fused into one linear layer, almost no effect. The output's part is
 stored transposed.
 Expected effect: no difference.
-Verdict: worse on rung 0 (+0.0225 bits per byte, 3 pairs); multiplier × 0.832 [0.777, 0.890]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0225 bits per byte, 3 pairs); multiplier × 0.831 [0.776, 0.889]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0176 bits per byte, 3 pairs); multiplier × 0.909 [0.892, 0.927]. Study ladder.
 """
 

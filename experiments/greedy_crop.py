@@ -4,7 +4,7 @@ Hypothesis: the simplest loader without padding is good enough.
 Source: nanochat's experiment log, 2026-01-13: 39.4% of the tokens are discarded at a context of 2,048. As there, a
 document longer than a row is cropped to one row.
 Expected effect: worse on a small corpus, since it discards most.
-Verdict: worse on rung 0 (+0.0474 bits per byte, 3 pairs); multiplier × 0.675 [0.635, 0.718]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0474 bits per byte, 3 pairs); multiplier × 0.673 [0.634, 0.717]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0427 bits per byte, 3 pairs); multiplier × 0.787 [0.756, 0.820]. Study ladder.
 """
 

@@ -4,7 +4,7 @@ Hypothesis: whole documents are worth the padding.
 Source: nanochat's experiment log, 2026-01-13: 22% of the slots are padding, and 23% of the tokens are cropped at a
 context of 2,048. As there, a document longer than a row is cropped to one row.
 Expected effect: worse at equal time: a fifth of the slots compute nothing.
-Verdict: worse on rung 0 (+0.0456 bits per byte, 3 pairs); multiplier × 0.685 [0.658, 0.714]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0456 bits per byte, 3 pairs); multiplier × 0.683 [0.657, 0.713]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0432 bits per byte, 3 pairs); multiplier × 0.785 [0.756, 0.814]. Study ladder.
 
 The FLOPs axis counts tokens that are trained on, so padding costs nothing there.

@@ -6,7 +6,7 @@ Source: modded-nanogpt's batch schedule; Smith et al. 2018 (arXiv 1711.00489). n
 say how the rates scale; here they are those that the baseline has at a batch of that size.
 Expected effect: lower loss at equal tokens.
 Changed: 2026-11-25T20:00, the rates follow the batch.
-Verdict: no difference on rung 0 (-0.0008 bits per byte, 8 pairs); multiplier × 1.006 [0.981, 1.032]. Study ladder-2.
+Verdict: no difference on rung 0 (-0.0008 bits per byte, 8 pairs); multiplier × 1.006 [0.981, 1.033]. Study ladder-2.
 Before: old baseline: worse on rung 0 (+0.0081 bits per byte, 3 pairs); multiplier × 0.954 [0.939, 0.970]. Study ladder.
 
 Shows the seams `make_batches` (a batch stays a pure function of (seed, step)) and `make_schedule`.

@@ -4,8 +4,8 @@ Hypothesis: fewer, wider heads are better at every size.
 Source: nanochat's experiment log, 2026-01-17: the model prefers heads of 128. Our default below a width of 512 is
 64.
 Expected effect: better at widths of 256 to 448, if the finding holds there; from depth 8 on it is the default.
-Verdict: better on rung 0 (-0.0231 bits per byte, 3 pairs); better on rung 1 (-0.0117 bits per byte, 3 pairs); undecided
-on rung 2 (+0.0037 bits per byte, 3 pairs); multiplier × 1.089 [1.037, 1.138], unclear. Study ladder-2. Before: old
+Verdict: better on rung 0 (-0.0231 bits per byte, 3 pairs); better on rung 1 (-0.0118 bits per byte, 3 pairs); undecided
+on rung 2 (+0.0037 bits per byte, 3 pairs); multiplier × 1.090 [1.037, 1.138], unclear. Study ladder-2. Before: old
 baseline: undecided on rung 0 (+0.0023 bits per byte, 8 pairs); multiplier × 0.916 [0.892, 0.941]. Study ladder.
 
 The rungs' own heads have 32 channels, so a rung compares 128 with 32. The default of a small model is 64, and against

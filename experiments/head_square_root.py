@@ -5,7 +5,7 @@ of a small model.
 Source: the studies `rates` and `head` here: of 34 constants the head's rate decides most, and four times the rate is
 better. nanochat's experiment log scales all rates with the square root, at batches of 2^18 tokens and more.
 Expected effect: worse, the smaller the batch.
-Verdict: worse on rung 0 (+0.0358 bits per byte, 3 pairs); multiplier × 0.743 [0.715, 0.771]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0358 bits per byte, 3 pairs); multiplier × 0.741 [0.714, 0.771]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0353 bits per byte, 3 pairs); multiplier × 0.820 [0.803, 0.837]. Study ladder.
 """
 

@@ -5,7 +5,7 @@ Source: parameter-golf. nanochat's experiment log, 2026-03-24: slightly better p
 time.
 Expected effect: slightly better at equal steps.
 Verdict: undecided on rung 0 (-0.0018 bits per byte, 8 pairs); better on rung 1 (-0.0059 bits per byte, 5 pairs);
-undecided on rung 2 (-0.0065 bits per byte, 3 pairs); multiplier × 1.069 [1.049, 1.090], grows. Study ladder-2. Before:
+undecided on rung 2 (-0.0065 bits per byte, 3 pairs); multiplier × 1.069 [1.048, 1.090], grows. Study ladder-2. Before:
 old baseline: no difference on rung 0 (-0.0011 bits per byte, 5 pairs); multiplier × 1.006 [0.997, 1.016]. Study ladder.
 """
 

@@ -4,7 +4,7 @@ Hypothesis: the decay should follow depth alone.
 Source: nanochat's experiment log, 2026-01-10: the best decay was 0.40, 0.22, 0.10, 0.08 at depth 8, 12, 16, 20. Our
 default follows sqrt(batch) / horizon, as nanochat's later rule does.
 Expected effect: no difference at the log's batch and horizon; far from them, worse.
-Verdict: worse on rung 0 (+0.0206 bits per byte, 3 pairs); multiplier × 0.842 [0.802, 0.880]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0206 bits per byte, 3 pairs); multiplier × 0.841 [0.802, 0.879]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0164 bits per byte, 3 pairs); multiplier × 0.911 [0.886, 0.937]. Study ladder.
 """
 

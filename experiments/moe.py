@@ -5,8 +5,8 @@ Source: Shazeer et al. 2017 (arXiv 1701.06538); the sigmoid gate of DeepSeek-V3 
 balancing bias.
 Expected effect: slightly better at equal steps. Worse at equal FLOPs here: all four experts are computed for every
 token and the gate takes two, which at these sizes is quicker than sorting tokens by expert.
-Verdict: better on rung 0 (-0.0105 bits per byte, 3 pairs); better on rung 1 (-0.0214 bits per byte, 3 pairs);
-multiplier × 0.839 [0.816, 0.865], unclear. Study ladder-2. Before: old baseline: better on rung 0 (-0.0057 bits per
+Verdict: better on rung 0 (-0.0105 bits per byte, 3 pairs); better on rung 1 (-0.0215 bits per byte, 3 pairs);
+multiplier × 0.840 [0.817, 0.865], unclear. Study ladder-2. Before: old baseline: better on rung 0 (-0.0057 bits per
 byte, 5 pairs); multiplier × 0.765 [0.755, 0.776]. Study ladder.
 """
 

@@ -5,7 +5,7 @@ Source: Gloeckle et al. 2024 (arXiv 2404.19737); annealed 3 → 2 → 1 as in mo
 2026-01-12, whose schedule this is: the same or slightly worse per step, noticeably worse in time, 13 GB more memory.
 Expected effect: no better at equal steps, slower.
 Changed: 2026-11-25T20:00, the second weight holds 0.5 for a third of the run, and the sum of the weights is 1.
-Verdict: worse on rung 0 (+0.0076 bits per byte, 8 pairs); multiplier × 0.660 [0.637, 0.686]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0076 bits per byte, 8 pairs); multiplier × 0.659 [0.636, 0.686]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0077 bits per byte, 3 pairs); multiplier × 0.673 [0.663, 0.684]. Study ladder.
 
 Shows the seam `LanguageModel.loss`; evaluation stays the loss of the next token.

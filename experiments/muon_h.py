@@ -5,7 +5,7 @@ Source: the post on Hyperball. nanochat's experiment log, 2026-01-29: worse at d
 to 1e-2. As there, the projections do not start at zero. The rate is the middle of the log's; the log's sweep is
 `quern lab sweep experiments/muon_h.py --space experiments/studies/muon_h.toml`.
 Expected effect: worse.
-Verdict: worse on rung 0 (+0.2222 bits per byte, 3 pairs); multiplier × 0.172 [0.160, 0.187]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.2222 bits per byte, 3 pairs); multiplier × 0.170 [0.159, 0.185]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0907 bits per byte, 3 pairs); multiplier × 0.604 [0.589, 0.619]. Study ladder.
 """
 

@@ -4,7 +4,7 @@ Hypothesis: gains give back the scales that the fixed norm takes away.
 Source: the post on Hyperball, whose gains preserve expressivity. nanochat's experiment log, 2026-01-29: still worse,
 with gains before and after the blocks' parts and with several initial values. Here: before, from 1.
 Expected effect: worse, but better than muon_h.
-Verdict: worse on rung 0 (+0.2209 bits per byte, 3 pairs); multiplier × 0.174 [0.161, 0.190]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.2209 bits per byte, 3 pairs); multiplier × 0.172 [0.161, 0.188]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0898 bits per byte, 3 pairs); multiplier × 0.607 [0.592, 0.624]. Study ladder.
 """
 

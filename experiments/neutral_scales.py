@@ -4,7 +4,7 @@ Hypothesis: neutral initial values leave it to the model which layers use the sh
 Source: nanochat's experiment log, 2026-01-11. The default has nanochat's later values: 1.15 to 1.05, and 0.20 to
 0.05.
 Expected effect: no difference after the first hundred steps.
-Verdict: undecided on rung 0 (+0.0049 bits per byte, 8 pairs); multiplier × 0.960 [0.910, 1.009]. Study ladder-2.
+Verdict: undecided on rung 0 (+0.0049 bits per byte, 8 pairs); multiplier × 0.960 [0.909, 1.009]. Study ladder-2.
 Before: old baseline: undecided on rung 0 (+0.0053 bits per byte, 8 pairs); multiplier × 0.970 [0.941, 0.998]. Study
 ladder.
 """

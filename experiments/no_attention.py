@@ -3,8 +3,8 @@
 Hypothesis: without attention a model is little more than a bigram.
 Source: a known answer, to test a rung of the ladder with.
 Expected effect: worse.
-Verdict: worse on rung 0 (+0.2827 bits per byte, 3 pairs); worse on rung 1 (+0.3467 bits per byte, 3 pairs); multiplier
-× 0.077 [0.072, 0.083], fades. Study ladder-2. Before: old baseline: worse on rung 0 (+0.2737 bits per byte, 3 pairs);
+Verdict: worse on rung 0 (+0.2827 bits per byte, 3 pairs); worse on rung 1 (+0.3466 bits per byte, 3 pairs); multiplier
+× 0.076 [0.072, 0.082], fades. Study ladder-2. Before: old baseline: worse on rung 0 (+0.2737 bits per byte, 3 pairs);
 multiplier × 0.164 [0.152, 0.177]. Study ladder-offset. Before: old baseline: worse on rung 0 (+0.1421 bits per byte, 5
 pairs); multiplier × 0.600 [0.589, 0.614]. Study ladder.
 """

@@ -3,7 +3,7 @@
 Hypothesis: a layer past the middle needs no attention, so its time is saved.
 Source: modded-nanogpt's walkthrough, which leaves out attention in layer 7.
 Expected effect: slightly worse at equal steps, faster.
-Verdict: worse on rung 0 (+0.0071 bits per byte, 5 pairs); multiplier × 0.998 [0.966, 1.030]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0071 bits per byte, 5 pairs); multiplier × 0.997 [0.966, 1.030]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0072 bits per byte, 3 pairs); multiplier × 1.017 [1.001, 1.032]. Study ladder.
 """
 

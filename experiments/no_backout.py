@@ -3,8 +3,8 @@
 Hypothesis: the head needs what the second half adds, not what the first half prepared for attention.
 Source: nanochat's experiment log, 2026-01-16: no improvement, with the tap at about 60% of the layers.
 Expected effect: no difference.
-Verdict: undecided on rung 0 (+0.0025 bits per byte, 8 pairs); undecided on rung 1 (+0.0022 bits per byte, 3 pairs);
-multiplier × 0.980 [0.954, 1.010], unclear. Study ladder-2. Before: old baseline: undecided on rung 0 (-0.0018 bits per
+Verdict: undecided on rung 0 (+0.0025 bits per byte, 8 pairs); undecided on rung 1 (+0.0021 bits per byte, 3 pairs);
+multiplier × 0.980 [0.955, 1.011], unclear. Study ladder-2. Before: old baseline: undecided on rung 0 (-0.0018 bits per
 byte, 3 pairs); multiplier × 1.014 [0.967, 1.064]. Study ladder-offset. Before: old baseline: no difference on rung 0
 (+0.0004 bits per byte, 5 pairs); multiplier × 0.998 [0.985, 1.012]. Study ladder.
 """

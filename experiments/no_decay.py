@@ -3,7 +3,7 @@
 Hypothesis: decay keeps the matrices small, so that the rate stays effective.
 Source: nanochat's experiment log, 2026-01-10: solid improvements from decay.
 Expected effect: worse at the end of long runs, no difference in short ones.
-Verdict: worse on rung 0 (+0.0606 bits per byte, 3 pairs); multiplier × 0.606 [0.582, 0.630]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0606 bits per byte, 3 pairs); multiplier × 0.604 [0.581, 0.629]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0252 bits per byte, 3 pairs); multiplier × 0.868 [0.843, 0.893]. Study ladder.
 """
 

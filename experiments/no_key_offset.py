@@ -5,7 +5,7 @@ Source: modded-nanogpt's pull request 169: 50 steps fewer of 2,000 with the key 
 five pairs on rung 2 of the study ladder were better by 0.008.
 Expected effect: worse.
 Verdict: worse on rung 0 (+0.1351 bits per byte, 3 pairs); worse on rung 1 (+0.0487 bits per byte, 3 pairs); undecided
-on rung 2 (+0.0074 bits per byte, 3 pairs); multiplier × 0.927 [0.882, 0.975], grows. Study ladder-2.
+on rung 2 (+0.0074 bits per byte, 3 pairs); multiplier × 0.928 [0.883, 0.975], grows. Study ladder-2.
 """
 
 from dataclasses import replace

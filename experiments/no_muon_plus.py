@@ -3,7 +3,7 @@
 Hypothesis: the iteration leaves norms that vary from step to step; a fixed norm is a fixed rate.
 Source: Muon+ (arXiv 2602.21545), a later default of nanochat.
 Expected effect: no difference, since five steps of Polar Express come close to the norm.
-Verdict: undecided on rung 0 (+0.0029 bits per byte, 8 pairs); multiplier × 0.976 [0.950, 1.000]. Study ladder-2.
+Verdict: undecided on rung 0 (+0.0029 bits per byte, 8 pairs); multiplier × 0.975 [0.950, 1.000]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0013 bits per byte, 8 pairs); multiplier × 0.993 [0.983, 1.001]. Study
 ladder.
 """

@@ -4,7 +4,7 @@ Hypothesis: without the norm, logits of the attention grow during training and t
 Source: QK norm: Henry et al. 2020 (arXiv 2010.04245); in the walkthrough of modded-nanogpt and in nanochat from the
 start.
 Expected effect: worse, above all at high rates.
-Verdict: worse on rung 0 (+0.1811 bits per byte, 3 pairs); multiplier × 0.235 [0.222, 0.253]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.1811 bits per byte, 3 pairs); multiplier × 0.233 [0.220, 0.251]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0745 bits per byte, 3 pairs); multiplier × 0.660 [0.648, 0.674]. Study ladder.
 """
 

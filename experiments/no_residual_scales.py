@@ -3,7 +3,7 @@
 Hypothesis: a factor per layer lets the model weigh early layers up or down.
 Source: nanochat's experiment log, 2026-01-11: a small additional improvement over x0 alone.
 Expected effect: slightly worse, or no difference.
-Verdict: undecided on rung 0 (+0.0036 bits per byte, 8 pairs); multiplier × 0.971 [0.947, 0.995]. Study ladder-2.
+Verdict: undecided on rung 0 (+0.0036 bits per byte, 8 pairs); multiplier × 0.970 [0.947, 0.995]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (+0.0020 bits per byte, 8 pairs); multiplier × 0.989 [0.978, 1.000]. Study
 ladder.
 """

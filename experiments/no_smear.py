@@ -4,7 +4,7 @@ Hypothesis: the smear gives the first layer bigrams, which attention would other
 Source: nanochat's experiment log, 2026-01-16: negligible with a gate of width² parameters. The gate of the default
 reads 24 channels.
 Expected effect: no difference.
-Verdict: no difference on rung 0 (+0.0004 bits per byte, 8 pairs); undecided on rung 1 (-0.0006 bits per byte, 3 pairs);
+Verdict: no difference on rung 0 (+0.0004 bits per byte, 8 pairs); undecided on rung 1 (-0.0007 bits per byte, 3 pairs);
 undecided on rung 2 (-0.0003 bits per byte, 3 pairs); multiplier × 1.003 [0.976, 1.026], unclear. Study ladder-2.
 Before: old baseline: undecided on rung 0 (+0.0014 bits per byte, 3 pairs); multiplier × 0.989 [0.940, 1.043]. Study
 ladder-offset. Before: old baseline: no difference on rung 0 (+0.0005 bits per byte, 8 pairs); multiplier × 0.997

@@ -5,8 +5,8 @@ equal time.
 Source: nanochat's experiment log, 2026-01-17: the models love value embeddings, and every attempt to make them
 smaller failed.
 Expected effect: clearly worse at equal steps and FLOPs; many parameters fewer.
-Verdict: worse on rung 0 (+0.0826 bits per byte, 3 pairs); worse on rung 1 (+0.0585 bits per byte, 3 pairs); worse on
-rung 2 (+0.0420 bits per byte, 3 pairs); multiplier × 0.655 [0.637, 0.673], grows. Study ladder-2. Before: old baseline:
+Verdict: worse on rung 0 (+0.0826 bits per byte, 3 pairs); worse on rung 1 (+0.0584 bits per byte, 3 pairs); worse on
+rung 2 (+0.0420 bits per byte, 3 pairs); multiplier × 0.656 [0.638, 0.674], grows. Study ladder-2. Before: old baseline:
 worse on rung 0 (+0.1111 bits per byte, 3 pairs); multiplier × 0.417 [0.385, 0.449]. Study ladder-offset. Before: old
 baseline: worse on rung 0 (+0.0451 bits per byte, 3 pairs); worse on rung 1 (+0.0978 bits per byte, 3 pairs); multiplier
 × 0.544 [0.496, 0.595], fades. Study ladder.

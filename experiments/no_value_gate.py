@@ -4,7 +4,7 @@ Hypothesis: the gate, which the input opens for each head, uses the value embedd
 Source: nanochat's experiment log, 2026-01-17: the gate helps. Here the embedding is added with factor 1; the gate of
 the default starts at 1.5.
 Expected effect: slightly worse.
-Verdict: worse on rung 0 (+0.0052 bits per byte, 6 pairs); multiplier × 0.957 [0.931, 0.983]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0052 bits per byte, 6 pairs); multiplier × 0.957 [0.931, 0.982]. Study ladder-2. Before:
 old baseline: worse, small on rung 0 (+0.0046 bits per byte, 5 pairs); multiplier × 0.974 [0.962, 0.986]. Study ladder.
 """
 

@@ -4,7 +4,7 @@ Hypothesis: a direct path from the embedding to deep layers preserves the identi
 Source: nanochat's experiment log, 2026-01-11: the scalars of x0 gained 0.0103 (depth 8) to 0.0039 (depth 20) bits
 per byte.
 Expected effect: 0.005 to 0.01 bits per byte worse.
-Verdict: worse on rung 0 (+0.0070 bits per byte, 8 pairs); multiplier × 0.943 [0.917, 0.970]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0070 bits per byte, 8 pairs); multiplier × 0.942 [0.917, 0.969]. Study ladder-2. Before:
 old baseline: no difference on rung 0 (+0.0018 bits per byte, 5 pairs); multiplier × 0.990 [0.981, 0.999]. Study ladder.
 """
 

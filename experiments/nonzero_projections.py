@@ -6,7 +6,7 @@ Source: modded-nanogpt's walkthrough and nanochat start them at zero. Here they 
 deviation 1/sqrt(inputs), as the first matrix of the feed-forward does.
 Expected effect: slightly worse early, no difference later.
 Verdict: undecided on rung 0 (-0.0028 bits per byte, 8 pairs); undecided on rung 1 (+0.0022 bits per byte, 5 pairs);
-multiplier × 0.980 [0.956, 1.003], unclear. Study ladder-2. Before: old baseline: undecided on rung 0 (-0.0071 bits per
+multiplier × 0.980 [0.957, 1.003], unclear. Study ladder-2. Before: old baseline: undecided on rung 0 (-0.0071 bits per
 byte, 3 pairs); undecided on rung 1 (-0.0005 bits per byte, 3 pairs); multiplier × 1.004 [0.937, 1.055], unclear. Study
 ladder-offset. Before: old baseline: better, small on rung 0 (-0.0032 bits per byte, 8 pairs); multiplier × 1.019
 [1.007, 1.029]. Study ladder.

@@ -4,7 +4,7 @@ Hypothesis: equal singular values pass signals and gradients alike.
 Source: Saxe et al. 2013 (arXiv 1312.6120), by way of parameter-golf. nanochat's experiment log, 2026-03-24: no help.
 Each matrix is the polar factor of the baseline's, at the same norm.
 Expected effect: no difference.
-Verdict: undecided on rung 0 (+0.0040 bits per byte, 8 pairs); multiplier × 0.967 [0.936, 0.998]. Study ladder-2.
+Verdict: undecided on rung 0 (+0.0040 bits per byte, 8 pairs); multiplier × 0.967 [0.935, 0.998]. Study ladder-2.
 """
 
 from dataclasses import replace

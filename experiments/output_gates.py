@@ -4,8 +4,8 @@ Hypothesis: a head that found nothing can switch itself off, without an attentio
 Source: modded-nanogpt's sparse attention gate; Qiu et al. 2025 (arXiv 2505.06708). nanochat's experiment log,
 2026-01-17: no improvement, 1 GB more memory.
 Expected effect: no difference at equal steps.
-Verdict: better, small on rung 0 (-0.0036 bits per byte, 8 pairs); better on rung 1 (-0.0077 bits per byte, 5 pairs);
-better on rung 2 (-0.0092 bits per byte, 3 pairs); multiplier × 1.099 [1.077, 1.119], grows. Study ladder-2. Before: old
+Verdict: better, small on rung 0 (-0.0036 bits per byte, 8 pairs); better on rung 1 (-0.0078 bits per byte, 5 pairs);
+better on rung 2 (-0.0092 bits per byte, 3 pairs); multiplier × 1.098 [1.077, 1.118], grows. Study ladder-2. Before: old
 baseline: better, small on rung 0 (-0.0045 bits per byte, 5 pairs); multiplier × 1.026 [1.013, 1.039]. Study ladder.
 """
 

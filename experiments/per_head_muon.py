@@ -4,7 +4,7 @@ Hypothesis: heads are independent, so their updates should not be orthogonal to 
 Source: Kimi K3. nanochat's experiment log, 2026-08-02: neutral from depth 12 to 16, and 1.3% more compute at depth
 20 to 24.
 Expected effect: no difference.
-Verdict: better on rung 0 (-0.0078 bits per byte, 5 pairs); undecided on rung 1 (-0.0042 bits per byte, 3 pairs);
+Verdict: better on rung 0 (-0.0078 bits per byte, 5 pairs); undecided on rung 1 (-0.0044 bits per byte, 3 pairs);
 undecided on rung 2 (-0.0033 bits per byte, 3 pairs); multiplier × 1.070 [1.044, 1.098], unclear. Study ladder-2.
 Before: old baseline: undecided on rung 0 (-0.0051 bits per byte, 5 pairs); undecided on rung 1 (-0.0055 bits per byte,
 3 pairs); multiplier × 1.070 [1.025, 1.113], unclear. Study ladder-offset. Before: old baseline: better on rung 0

@@ -4,7 +4,7 @@ Hypothesis: decay against the direction of the update wastes a part of the step.
 Source: Cautious weight decay (arXiv 2510.12402). nanochat's experiment log, 2026-01-10: the cautious form was better
 than the plain one.
 Expected effect: slightly worse at the same decay, which then acts on about twice as many weights.
-Verdict: worse on rung 0 (+0.0465 bits per byte, 3 pairs); multiplier × 0.680 [0.619, 0.745]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0465 bits per byte, 3 pairs); multiplier × 0.678 [0.618, 0.744]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0263 bits per byte, 3 pairs); multiplier × 0.862 [0.840, 0.885]. Study ladder.
 """
 

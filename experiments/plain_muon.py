@@ -5,7 +5,7 @@ Source: Jordan et al. 2024; modded-nanogpt's walkthrough. nanochat's experiment 
 improvements one by one.
 Expected effect: worse.
 Verdict: worse on rung 0 (+0.0746 bits per byte, 3 pairs); worse on rung 1 (+0.0080 bits per byte, 3 pairs); multiplier
-× 0.928 [0.901, 0.957], grows. Study ladder-2. Before: old baseline: worse on rung 0 (+0.0298 bits per byte, 3 pairs);
+× 0.929 [0.902, 0.956], grows. Study ladder-2. Before: old baseline: worse on rung 0 (+0.0298 bits per byte, 3 pairs);
 multiplier × 0.845 [0.818, 0.873]. Study ladder.
 """
 

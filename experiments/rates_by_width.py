@@ -3,7 +3,7 @@
 Hypothesis: what reads the residual stream sums over the width; what writes to it has a norm behind it.
 Source: nanochat's branch `experiment_refactor` (pull request 800, September 2026), by a sweep at depth 20.
 Expected effect: none.
-Verdict: worse on rung 0 (+0.0194 bits per byte, 3 pairs); multiplier × 0.850 [0.816, 0.884]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0194 bits per byte, 3 pairs); multiplier × 0.849 [0.816, 0.884]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0206 bits per byte, 3 pairs); multiplier × 0.890 [0.871, 0.910]. Study ladder.
 """
 

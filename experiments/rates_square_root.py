@@ -4,7 +4,7 @@ Hypothesis: the square root was fitted to batches of 2^18 tokens and more. At so
 are too low.
 Source: nanochat's scaling rules, at every batch.
 Expected effect: worse, the smaller the batch.
-Verdict: worse on rung 0 (+0.0347 bits per byte, 3 pairs); multiplier × 0.749 [0.718, 0.781]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0347 bits per byte, 3 pairs); multiplier × 0.748 [0.717, 0.780]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0306 bits per byte, 3 pairs); multiplier × 0.842 [0.820, 0.862]. Study ladder.
 
 In 100 steps of 2,048 tokens at width 64, the cube root comes to 2.526 ± 0.010 bits per byte and the square root to

@@ -4,8 +4,8 @@ Hypothesis: a momentum that rises early and falls late tracks the noise of the g
 Source: nanochat, whose experiment log (2026-01-19) swept its start and end. It was quern's default until a constant
 0.95 (Jordan et al. 2024) was better by 0.009 on rung 0 and by 0.007 on rung 1 in five pairs each, study ladder-offset.
 Expected effect: worse.
-Verdict: worse on rung 0 (+0.0092 bits per byte, 5 pairs); undecided on rung 1 (+0.0022 bits per byte, 3 pairs);
-multiplier × 0.980 [0.947, 1.015], grows. Study ladder-2.
+Verdict: worse on rung 0 (+0.0092 bits per byte, 5 pairs); undecided on rung 1 (+0.0021 bits per byte, 3 pairs);
+multiplier × 0.980 [0.948, 1.015], grows. Study ladder-2.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ Hypothesis: the three, which a branch of nanochat has together, help together he
 Source: nanochat's branch `experiment_refactor` (pull request 800, September 2026). Its short window of 512 tokens is
 longer than the contexts of the ladder's rungs, so it is not part of this.
 Expected effect: worse; each alone may help.
-Verdict: worse on rung 0 (+0.0456 bits per byte, 3 pairs); multiplier × 0.685 [0.644, 0.733]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0456 bits per byte, 3 pairs); multiplier × 0.683 [0.644, 0.734]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0424 bits per byte, 3 pairs); multiplier × 0.788 [0.764, 0.816]. Study ladder.
 """
 

@@ -6,7 +6,7 @@ confuse the model; this is the loader from before.
 Expected effect: slightly worse.
 Changed: 2026-11-30T23:20, a batch had consecutive rows of the stream; now the rows of a chunk are shuffled.
 Verdict: worse on rung 0 (+0.0310 bits per byte, 5 pairs). Study ladder-stream. Before the change: worse on rung 0
-(+0.1202 bits per byte, 3 pairs); multiplier × 0.376 [0.355, 0.400]. Study ladder-2. Before: old baseline: worse on rung
+(+0.1202 bits per byte, 3 pairs); multiplier × 0.374 [0.354, 0.399]. Study ladder-2. Before: old baseline: worse on rung
 0 (+0.0885 bits per byte, 3 pairs); multiplier × 0.611 [0.589, 0.635]. Study ladder.
 """
 

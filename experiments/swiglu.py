@@ -5,7 +5,7 @@ Source: Shazeer 2020, "GLU Variants Improve Transformer" (arXiv 2002.05202). nan
 worse than ReLU² in steps, time and FLOPs, at depth 12 and 24.
 Expected effect: none or worse.
 Verdict: undecided on rung 0 (+0.0030 bits per byte, 8 pairs); undecided on rung 1 (-0.0045 bits per byte, 3 pairs);
-better on rung 2 (-0.0055 bits per byte, 3 pairs); multiplier × 1.053 [1.045, 1.062], grows. Study ladder-2. Before: old
+better on rung 2 (-0.0055 bits per byte, 3 pairs); multiplier × 1.053 [1.044, 1.062], grows. Study ladder-2. Before: old
 baseline: worse, small on rung 0 (+0.0016 bits per byte, 8 pairs); multiplier × 0.989 [0.983, 0.996]. Study ladder.
 
 Shows the seam `GPT.make_mlp`.

@@ -4,7 +4,7 @@ Hypothesis: untied matrices learn more, since the embedding and the head need di
 Source: Press & Wolf 2017 (arXiv 1608.05859) tie them; the speedrun and nanochat untie them. Here hidden states are
 divided by 0.8 · sqrt(width), so that the first logits have a deviation of 1, and the rate is the embedding's.
 Expected effect: worse at equal steps, with one matrix less.
-Verdict: worse on rung 0 (+0.0531 bits per byte, 3 pairs); multiplier × 0.644 [0.617, 0.671]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0531 bits per byte, 3 pairs); multiplier × 0.643 [0.616, 0.670]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0669 bits per byte, 3 pairs); multiplier × 0.688 [0.634, 0.746]. Study ladder.
 """
 

@@ -4,8 +4,8 @@ Hypothesis: triples hold patterns that pairs do not.
 Source: nanochat's experiment log, 2026-01-27: no improvement over bigrams alone; triples dilute the capacity for
 frequent pairs.
 Expected effect: no better than bigram.py.
-Verdict: better on rung 0 (-0.0362 bits per byte, 3 pairs); better on rung 1 (-0.0344 bits per byte, 3 pairs); better on
-rung 2 (-0.0308 bits per byte, 3 pairs); multiplier × 1.376 [1.319, 1.433], unclear. Study ladder-2. Before: old
+Verdict: better on rung 0 (-0.0362 bits per byte, 3 pairs); better on rung 1 (-0.0345 bits per byte, 3 pairs); better on
+rung 2 (-0.0308 bits per byte, 3 pairs); multiplier × 1.374 [1.318, 1.432], unclear. Study ladder-2. Before: old
 baseline: better on rung 0 (-0.0340 bits per byte, 3 pairs); multiplier × 1.319 [1.229, 1.414]. Study ladder-offset.
 Before: old baseline: better on rung 0 (-0.0488 bits per byte, 3 pairs); undecided on rung 1 (-0.0027 bits per byte, 3
 pairs); better on rung 2 (-0.0239 bits per byte, 3 pairs); multiplier × 1.189 [1.171, 1.209], fades. Study ladder.

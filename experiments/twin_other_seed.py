@@ -4,7 +4,7 @@ Hypothesis: initial values make noise and no difference.
 Source: a known answer, to test a rung of the ladder with.
 Expected effect: no difference.
 Verdict: no difference on rung 0 (-0.0002 bits per byte, 8 pairs); no difference on rung 1 (-0.0005 bits per byte, 7
-pairs); multiplier × 1.005 [0.987, 1.022], unclear. Study ladder-2. Before: old baseline: undecided on rung 0 (+0.0007
+pairs); multiplier × 1.005 [0.988, 1.022], unclear. Study ladder-2. Before: old baseline: undecided on rung 0 (+0.0007
 bits per byte, 3 pairs); multiplier × 0.994 [0.938, 1.052]. Study ladder-offset. Before: old baseline: no difference on
 rung 0 (+0.0000 bits per byte, 8 pairs); multiplier × 1.000 [0.989, 1.011]. Study ladder.
 """

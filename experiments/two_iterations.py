@@ -6,7 +6,7 @@ values start nearer 1, and two steps of Polar Express, computed for inputs from 
 Source: Polar Express, Amsel et al. 2025 (arXiv 2505.16932), whose coefficients depend on the number of steps and on the
 smallest input; the scaling by the Gram matrix's norm is the bound σ ≤ ‖XXᵀ‖_F^½.
 Expected effect: no difference at equal steps, with three fifths of the orthogonalisation saved.
-Verdict: worse on rung 0 (+0.0103 bits per byte, 5 pairs); multiplier × 0.944 [0.902, 0.985]. Study ladder-2.
+Verdict: worse on rung 0 (+0.0103 bits per byte, 5 pairs); multiplier × 0.943 [0.901, 0.984]. Study ladder-2.
 """
 
 from dataclasses import replace

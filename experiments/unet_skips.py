@@ -4,7 +4,7 @@ Hypothesis: late layers profit from early states with a path of their own.
 Source: modded-nanogpt's walkthrough, with learned factors that start at 1, and no backout beside it. Here they start
 at 0, so that the first step is the baseline's.
 Expected effect: no difference, since x0 and backout do a part of the same.
-Verdict: undecided on rung 0 (+0.0015 bits per byte, 8 pairs); multiplier × 0.987 [0.942, 1.032]. Study ladder-2.
+Verdict: undecided on rung 0 (+0.0015 bits per byte, 8 pairs); multiplier × 0.987 [0.943, 1.032]. Study ladder-2.
 Before: old baseline: undecided on rung 0 (+0.0045 bits per byte, 8 pairs); multiplier × 0.975 [0.940, 1.010]. Study
 ladder.
 """

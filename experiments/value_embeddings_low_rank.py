@@ -3,7 +3,7 @@
 Hypothesis: the tables have few useful directions.
 Source: nanochat's experiment log, 2026-01-17: low-rank decompositions and projections all failed.
 Expected effect: worse, with far fewer parameters.
-Verdict: worse on rung 0 (+0.0606 bits per byte, 3 pairs); multiplier × 0.604 [0.577, 0.634]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0606 bits per byte, 3 pairs); multiplier × 0.603 [0.576, 0.633]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0278 bits per byte, 3 pairs); multiplier × 0.853 [0.835, 0.871]. Study ladder.
 """
 

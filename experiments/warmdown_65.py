@@ -4,8 +4,8 @@ Hypothesis: a longer warm-down is better for a run of fixed length.
 Source: nanochat. It was quern's default until modded-nanogpt's 0.4 was better by 0.005 on rung 0 and by 0.004 on rung 1
 in five pairs each, study ladder-offset.
 Expected effect: slightly worse.
-Verdict: worse on rung 0 (+0.0057 bits per byte, 5 pairs); undecided on rung 1 (+0.0004 bits per byte, 3 pairs);
-multiplier × 0.996 [0.974, 1.022], grows. Study ladder-2.
+Verdict: worse on rung 0 (+0.0057 bits per byte, 5 pairs); undecided on rung 1 (+0.0003 bits per byte, 3 pairs);
+multiplier × 0.997 [0.975, 1.023], grows. Study ladder-2.
 """
 
 from dataclasses import replace

@@ -3,8 +3,8 @@
 Hypothesis: more parameters lower the loss at equal steps, though not for free.
 Source: Kaplan et al. 2020 (arXiv 2001.08361): at equal tokens, more parameters are better.
 Expected effect: better at equal steps.
-Verdict: no difference on rung 0 (-0.0011 bits per byte, 8 pairs); no difference on rung 1 (-0.0000 bits per byte, 5
-pairs); multiplier × 0.695 [0.683, 0.710], fades. Study ladder-2. Before: old baseline: undecided on rung 0 (-0.0019
+Verdict: no difference on rung 0 (-0.0011 bits per byte, 8 pairs); no difference on rung 1 (-0.0001 bits per byte, 5
+pairs); multiplier × 0.696 [0.683, 0.710], fades. Study ladder-2. Before: old baseline: undecided on rung 0 (-0.0019
 bits per byte, 3 pairs); undecided on rung 1 (+0.0006 bits per byte, 4 pairs); multiplier × 0.691 [0.678, 0.704], fades.
 Study ladder-offset. Before: old baseline: no difference on rung 0 (+0.0010 bits per byte, 8 pairs); multiplier × 0.742
 [0.736, 0.748]. Study ladder.

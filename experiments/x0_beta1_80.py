@@ -4,7 +4,7 @@ Hypothesis: these few scalars need a long mean of their gradients, but not too l
 Source: nanochat's experiment log, 2026-01-19, depth 20: 0.96 gained 0.0007 bits per byte over 0.8, while 0.98 lost
 0.0033.
 Expected effect: 0.0007 bits per byte worse, or no difference.
-Verdict: worse on rung 0 (+0.0146 bits per byte, 5 pairs); multiplier × 0.885 [0.840, 0.933]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0146 bits per byte, 5 pairs); multiplier × 0.884 [0.840, 0.932]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0081 bits per byte, 5 pairs); multiplier × 0.955 [0.941, 0.971]. Study ladder.
 """
 

@@ -4,7 +4,7 @@ Hypothesis: these few scalars need a long mean of their gradients, but not too l
 Source: nanochat's experiment log, 2026-01-19, depth 20: 0.96 gained 0.0007 bits per byte over 0.8, while 0.98 lost
 0.0033.
 Expected effect: worse: the log found a cliff above 0.96.
-Verdict: worse on rung 0 (+0.0052 bits per byte, 8 pairs); multiplier × 0.958 [0.927, 0.988]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0052 bits per byte, 8 pairs); multiplier × 0.957 [0.927, 0.988]. Study ladder-2. Before:
 old baseline: no difference on rung 0 (+0.0008 bits per byte, 8 pairs); multiplier × 0.996 [0.981, 1.010]. Study ladder.
 """
 

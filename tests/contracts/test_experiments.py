@@ -171,7 +171,7 @@ def test_the_rates_of_a_growing_batch_are_the_baselines_at_its_size() -> None:
     assert counted == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
-@pytest.mark.parametrize("name", ["bigram", "bigram_early"])
+@pytest.mark.parametrize("name", ["bigram", "bigram_decay", "bigram_early"])
 def test_pairs_have_the_logs_hash(name: str) -> None:
     """Worked out by hand for 305 rows: 36,313 · 3 xor 27,191 · 5 is 244,376, and 244,376 mod 304 is 264."""
     model = cast(Any, state_of(toy(name)).model)
