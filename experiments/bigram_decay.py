@@ -9,7 +9,7 @@ Verdict: better on rung 0 (-0.0516 bits per byte, 3 pairs); better on rung 1 (-0
 multiplier × 1.597 [1.552, 1.644], unclear. Study ladder-2.
 
 On English that is read 4.3 to 5.4 times, at depths 2 and 3, it is better by 0.009 to 0.028 bits per byte
-(docs/ladder.md), where bigram_early.py is worse by 0.047.
+(docs/ladder.md); bigram_early.py became worse there in the third reading.
 """
 
 from dataclasses import replace
