@@ -70,8 +70,9 @@ def test_a_recipe_of_another_version_is_refused() -> None:
 @pytest.mark.parametrize("recipe", [BASE, LLAMA])
 def test_a_run_that_is_older_than_a_field_of_the_model_goes_on_as_it_was(recipe: Recipe) -> None:
     body = resolve(recipe).to_json()
-    del body["model"]["key_offset"]
+    del body["model"]["key_offset"], body["model"]["bigrams"]
     assert not resolve(Recipe.from_json(body)).model.key_offset
+    assert not resolve(Recipe.from_json(body)).model.bigrams
     body["model"]["key_offset"] = False
     assert not resolve(Recipe.from_json(body)).model.key_offset
 
@@ -199,7 +200,7 @@ def test_what_is_set_is_kept() -> None:
         for field in fields(kind):
             if getattr(getattr(BASE, part), field.name) is None and field.name != "depth":
                 own = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1, "norm_eps": 0.1, "batch_exponent": 0.4}
-                own |= {"key_offset": False, "warmdown_share": 0.5}
+                own |= {"key_offset": False, "bigrams": True, "warmdown_share": 0.5}
                 own |= {"separator": "</s>", "tokenizer": "t.json", "tests": "tests/"}
                 value = own.get(field.name, 1024)
                 resolved = resolve(changed(part, field.name, value))

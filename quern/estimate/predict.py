@@ -114,7 +114,8 @@ def bytes_sent(model: Any, tokens: int, shards: int, recomputed: int) -> dict[st
     plan = plan_of(model)
     width, itemsize = model.embedding.weight.size(1), model.embedding.weight.itemsize
     filled = -(-tokens // shards) * shards
-    rows = 2 * (len(regions_of(model)) + 1) * filled + plan.shifts * shards
+    tables = 1 + hasattr(model, "bigrams")
+    rows = (2 * len(regions_of(model)) + 1 + tables) * filled + plan.shifts * shards
     gathered, scattered = _repeated(model, recomputed)
     replicated = sum(p.numel() for name, p in model.named_parameters() if plan.dim_of(name) is None)
     row_bytes = width * itemsize

@@ -26,6 +26,7 @@ QK_SCALE = 1.2
 GATE_CHANNELS = 12
 GATE_RANGE = 3.0
 SMEAR_CHANNELS = 24
+BIGRAM_ROWS, BIGRAM_FACTORS = 5, (36_313, 27_191)
 
 BTD = P(BATCH, None, None)
 BTF = P(BATCH, None, "model")
@@ -64,6 +65,8 @@ class Params:
     smear_gate: Leaf  # (1, SMEAR_CHANNELS or D)
     smear_scale: Leaf  # (1,)
     backout_scale: Leaf  # (1,)
+    bigrams: Leaf = None  # (BIGRAM_ROWS·V, D), with `model.bigrams`
+    bigram_scales: Leaf = None  # (layers,)
 
 
 def layout(cfg: ResolvedModel, mesh: AnyMesh) -> Params:
@@ -99,6 +102,8 @@ def layout(cfg: ResolvedModel, mesh: AnyMesh) -> Params:
         smear_gate=leaf((1, min(SMEAR_CHANNELS, D)), None, None),
         smear_scale=leaf((1,), None),
         backout_scale=leaf((1,), None),
+        bigrams=leaf((BIGRAM_ROWS * V, D), None, fit(D, ("model", "data"), mesh)) if cfg.bigrams else None,
+        bigram_scales=leaf((depth,), None) if cfg.bigrams else None,
     )
 
 
@@ -118,11 +123,12 @@ def init_parameters(cfg: ResolvedModel, *, key: jax.Array) -> Params:
         "head": lambda shape: 0.001 * jax.random.normal(next(keys), shape),
         **dict.fromkeys(("query", "key", "value", "value_embedding"), uniform(-bound, bound)),
         "up": uniform(-0.4 * bound, 0.4 * bound),
-        **dict.fromkeys(("out", "down", "smear_scale"), jnp.zeros),
+        **dict.fromkeys(("out", "down", "smear_scale", "bigrams"), jnp.zeros),
         **dict.fromkeys(("value_gate", "smear_gate"), uniform(0.0, 0.02)),
         "residual_scales": lambda shape: jnp.asarray(1.15 - 0.10 * share),
         "x0_scales": lambda shape: jnp.asarray(0.20 - 0.15 * share),
         "backout_scale": lambda shape: jnp.full(shape, 0.2),
+        "bigram_scales": lambda shape: jnp.full(shape, 0.1),
     }
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.reshard(fresh[path[-1].name](leaf.shape), leaf.sharding.spec), shapes
@@ -155,10 +161,14 @@ def forward(
     gate = params.smear_gate
     smear = jax.nn.sigmoid(product("btc,oc->bto", x[..., : gate.shape[1]], gate, BTD))
     x = x0 = halfway = x + params.smear_scale * smear * previous(x)
-    rotary = rotary_table(tokens.shape[1], cfg)
+    rotary, bigrams = rotary_table(tokens.shape[1], cfg), None
+    if params.bigrams is not None:
+        bigrams = look_up(params.bigrams, bigram_rows(tokens, params.bigrams.shape[0] - 1), None)
     for layer, (block, window) in enumerate(zip(params.blocks, cfg.window_sizes(), strict=True)):
         if layer == len(params.blocks) // 2:
             halfway = x
+        if bigrams is not None:
+            x = x + params.bigram_scales[layer] * bigrams
         x = params.residual_scales[layer] * x + params.x0_scales[layer] * x0
         windows = [size for size in (mask.window, window) if size is not None]
         narrow = replace(mask, window=min(windows, default=None))
@@ -229,6 +239,15 @@ def norm(x: jax.Array) -> jax.Array:
 def look_up(weight: jax.Array, tokens: jax.Array, columns: str | None) -> jax.Array:
     """Rows of an embedding (V, C): (B, T) int32 → (B, T, C) in its dtype, C sharded along `columns`."""
     return jax.reshard(weight, P(None, columns)).at[tokens].get(out_sharding=P(BATCH, None, columns))
+
+
+def bigram_rows(tokens: jax.Array, last: int) -> jax.Array:
+    """The row (B, T) of each token (B, T) with the one before it in a table of `last` + 1 rows; `last` for the first
+    one."""
+    before = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)))
+    now, then = (factor * x.astype(jnp.uint32) for factor, x in zip(BIGRAM_FACTORS, (tokens, before), strict=True))
+    rows = ((now ^ then) & 0x7FFFFFFF) % last
+    return jnp.where(jnp.arange(tokens.shape[1]) == 0, last, rows.astype(jnp.int32))
 
 
 def previous(x: jax.Array) -> jax.Array:

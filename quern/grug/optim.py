@@ -25,7 +25,7 @@ from quern.recipe import ResolvedOptim
 
 def group_of(params: Params) -> Params:
     """Returns the same structure with the name of each parameter's group; a field without one is a group by itself."""
-    groups = {"value_gate": "gates", "value_embedding": "value_embeddings"}
+    groups = {"value_gate": "gates", "value_embedding": "value_embeddings", "bigram_scales": "x0_scales"}
     groups |= dict.fromkeys(("query", "key", "value", "out", "up", "down"), "matrices")
     groups |= dict.fromkeys(("smear_gate", "smear_scale", "backout_scale"), "smear")
     return jax.tree_util.tree_map_with_path(lambda path, _: groups.get(path[-1].name, path[-1].name), params)

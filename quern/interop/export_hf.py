@@ -139,18 +139,20 @@ def _config(model: LanguageModel, tokenizer: Tokenizer, dtype: torch.dtype) -> d
         "windows": list(model.windows),
         "rope_base": shape.rope_base,
         "key_offset": shape.key_offset,
+        "bigram_rows": model.bigrams.num_embeddings if isinstance(model, GPT) and shape.bigrams else 0,
         "softcap": shape.softcap,
         "bos_token_id": tokenizer.bos if shape.bos is None else shape.bos,
     }
 
 
 def _weights(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Tensor]:
-    """Rows of tables beyond the tokens of the tokenizer are left out, as the engine does."""
+    """Rows of the vocabulary beyond the tokens of the tokenizer are left out, as the engine does."""
     if type(model) is Llama:
         return llama_format.weights_to(model.state_dict(), len(model.blocks))
     tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    tables = tables - {"bigrams.weight"} | {"head.weight"}
     return {
-        name: (tensor[: tokenizer.vocab_size] if name in tables | {"head.weight"} else tensor).contiguous()
+        name: (tensor[: tokenizer.vocab_size] if name in tables else tensor).contiguous()
         for name, tensor in model.state_dict().items()
     }
 

@@ -29,6 +29,7 @@ class QuernConfig(PretrainedConfig):
     max_position_embeddings: Tokens of a row in training; longer inputs compute without an error. windows: For each
     layer, the tokens that a query sees, itself included; None is all of them. softcap: See `cap` of the model.
     key_offset: In layers that see all tokens, keys are partly those of the token before (`offset`).
+    bigram_rows: Rows of the table of bigrams, a token with the one before it, which are added before every block.
     """
 
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
@@ -37,6 +38,7 @@ class QuernConfig(PretrainedConfig):
     windows: Sequence[int | None] = ()
     rope_base, softcap, initializer_range = 100_000.0, 15.0, 0.02
     key_offset = False
+    bigram_rows = 0
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs | {"tie_word_embeddings": False})

@@ -28,6 +28,8 @@ GATE_CHANNELS, GATE_RANGE = 12, 3.0
 """Channels that the gate of the value embedding reads, and the gate's largest value."""
 SMEAR_CHANNELS = 24
 """Channels that the gate of the smear reads."""
+BIGRAM_FACTORS = (36_313, 27_191)
+"""Of a token and the one before it, in the hash of a bigram."""
 
 
 class GPTAttention(nn.Module):
@@ -98,6 +100,8 @@ class QuernGPTForCausalLM(QuernForCausalLM):
         self.x0_scales = nn.Parameter(torch.zeros(depth))
         self.smear_scale = nn.Parameter(torch.zeros(1))
         self.backout_scale = nn.Parameter(torch.zeros(1))
+        self.bigrams = nn.Embedding(config.bigram_rows, width) if config.bigram_rows else None
+        self.bigram_scales = nn.Parameter(torch.zeros(depth)) if config.bigram_rows else None
         self.post_init()
 
     def hidden_states(self, text: Text) -> Tensor:
@@ -109,7 +113,10 @@ class QuernGPTForCausalLM(QuernForCausalLM):
         rotary = rotary_table(text.positions(), frequencies)
         x0 = x = self._enter(text)
         halfway = x
+        bigrams = None if self.bigrams is None else self.bigrams(self._bigram_rows(text))
         for layer, block in enumerate(self.blocks):
+            if bigrams is not None and self.bigram_scales is not None:
+                x = x + self.bigram_scales[layer] * bigrams
             value = self.value_embeddings[str(layer)](new_ids) if str(layer) in self.value_embeddings else None
             x = block(x, x0, (self.residual_scales[layer], self.x0_scales[layer]), value, rotary, text)
             if layer == len(self.blocks) // 2 - 1:
@@ -125,6 +132,14 @@ class QuernGPTForCausalLM(QuernForCausalLM):
         x, before = x_BTD[:, -text.new :], before_BTD[:, -text.new :]
         gate = torch.sigmoid(self.smear_gate(x[..., : self.smear_gate.in_features]))
         return x + self.smear_scale * gate * before
+
+    def _bigram_rows(self, text: Text) -> Tensor:
+        """The row (B, N) of each new token with the one before it; the last one where nothing is before it."""
+        ids, last = text.input_ids, self.config.bigram_rows - 1
+        hashed = (BIGRAM_FACTORS[0] * ids) ^ (BIGRAM_FACTORS[1] * F.pad(ids[:, :-1], (1, 0)))
+        valid = torch.ones_like(ids, dtype=torch.bool) if text.valid_BT is None else text.valid_BT
+        rows = torch.where(F.pad(valid[:, :-1], (1, 0), value=False), (hashed & 0x7FFFFFFF) % last, last)
+        return rows[:, -text.new :]
 
     def cap(self, logits: Tensor) -> Tensor:
         return self.config.softcap * torch.tanh(logits / self.config.softcap)

@@ -47,7 +47,7 @@ class LanguageModel(nn.Module):
     vocabulary_multiple: ClassVar[int] = 1
     """A vocabulary that comes with its tokenizer is filled up to a multiple of this, for fast products. The ids beyond
     the tokenizer's are never targets; generation, evaluation and export leave them out."""
-    lookback: ClassVar[int] = 0
+    lookback: int = 0
     """The most tokens before the current one that `context.previous_tokens` is asked for. A cache keeps as many."""
 
     remembered: Mapping[str, int] = {}

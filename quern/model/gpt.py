@@ -2,8 +2,8 @@
 
 RoPE, QK norm, ReLU², no biases, parameter-free RMSNorm (also after the embedding), untied head, grouped queries,
 a residual and an x0 scalar per layer, value embeddings on alternating layers, smear, backout, tanh softcap, sliding
-windows; with `model.key_offset` keys that come in part from the token before. How the attention itself is computed
-(whole rows, cached, sharded) is the context's business.
+windows; with `model.key_offset` keys that come in part from the token before, with `model.bigrams` an embedding of
+each pair of tokens. How the attention itself is computed (whole rows, cached, sharded) is the context's business.
 """
 
 from __future__ import annotations
@@ -102,6 +102,10 @@ class CausalSelfAttention(nn.Module):
 SMEAR_CHANNELS = 24
 UP_SHARE = 0.4
 """The feed-forward's first matrix starts with this share of the standard deviation 1/sqrt(width)."""
+BIGRAM_ROWS = 5
+"""Rows of the table of bigrams for each token of the vocabulary, as in modded-nanogpt."""
+BIGRAM_FACTORS = (36_313, 27_191)
+"""Of a token and the one before it, in the hash of a bigram (modded-nanogpt)."""
 
 
 class GPTBlock(nn.Module):
@@ -135,15 +139,24 @@ class GPTBlock(nn.Module):
         return norm(x_BTD)
 
 
+class Bigrams(Embedding):
+    """A row for each hash of two tokens, zero at the start."""
+
+    def init_parameters(self, draw: Draw) -> None:
+        draw.fill(self.weight, 0.0)
+
+
 class GPT(LanguageModel):
     """Tokens → normed hidden states; `logits` turns those into softcapped logits."""
 
-    group_kinds: ClassVar[Mapping[str, str]] = {"gates": "scalars", "smear": "scalars"}
+    group_kinds: ClassVar[Mapping[str, str]] = {"gates": "scalars", "smear": "scalars", "bigrams": "embedding"}
     optimizer_groups: ClassVar[Mapping[str, str]] = {
         "embedding": "embedding",
         "head": "head",
         "residual_scales": "residual_scales",
         "x0_scales": "x0_scales",
+        "bigrams": "bigrams",
+        "bigram_scales": "x0_scales",
     }
     default_groups: ClassVar = ("matrices", "value_embeddings", "smear")
     compiled_parts: ClassVar = ("enter", "leave")
@@ -154,6 +167,8 @@ class GPT(LanguageModel):
     residual_scales: nn.Parameter
     x0_scales: nn.Parameter
     smear_scale: nn.Parameter
+    bigrams: nn.Embedding
+    bigram_scales: nn.Parameter
     backout_scale: nn.Parameter
 
     def __init__(self, shape: ResolvedModel) -> None:
@@ -180,6 +195,9 @@ class GPT(LanguageModel):
                 if self.has_value_embedding(layer)
             }
         )
+        if shape.bigrams:
+            self.bigrams = Bigrams(BIGRAM_ROWS * shape.vocab_size, shape.width)
+            self.lookback = max(1, self.lookback)
         self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
         self.smear_gate = nn.Linear(min(SMEAR_CHANNELS, shape.width), 1, bias=False)
         with torch.device("cpu"):  # arithmetic on "meta" would import PyTorch's compiler
@@ -195,7 +213,7 @@ class GPT(LanguageModel):
             "x0_scales": 0.20 - 0.15 * share,
             "smear_scale": torch.zeros(1),
             "backout_scale": torch.full((1,), 0.2),
-        }
+        } | ({"bigram_scales": torch.full((len(self.blocks),), 0.1)} if self.shape.bigrams else {})
 
     def has_value_embedding(self, layer: int) -> bool:
         """Whether a layer has a value embedding: alternating layers, the last one included."""
@@ -239,8 +257,13 @@ class GPT(LanguageModel):
         rotary = self.rotary(context.positions(x_BTD))
         kept: dict[int | str, Tensor] = {-1: x_BTD}
         windows = context.windows(self.windows)
+        bigrams_BTD = None
+        if self.shape.bigrams:
+            bigrams_BTD = self.bigrams(self.bigram_rows(tokens_BT, context.previous_tokens(tokens_BT, 1)))
         for layer, block in enumerate(self.blocks):
             x_BTD = self.before_block(layer, x_BTD, kept, tokens_BT, context)
+            if bigrams_BTD is not None:
+                x_BTD = x_BTD + self.bigram_scales[layer] * bigrams_BTD
             value, scales = self.value_embedding(layer, tokens_BT), self.block_scales(layer)
             x_BTD = block(x_BTD, x0_BTD, scales, value, rotary, windows[layer], context)
             if layer in self.kept_layers:
@@ -258,6 +281,16 @@ class GPT(LanguageModel):
         if key not in self.value_embeddings:
             return None
         return self.value_embeddings[key](tokens_BT)
+
+    def bigram_rows(self, tokens_BT: Tensor, before_BT: Tensor) -> Tensor:
+        """The table's row (B, T) of each token with the one before it, -1 if there is none: it has the last row.
+
+        The hash of both is modded-nanogpt's bigram hash embedding; of its bits the 31 lowest count, which 32-bit
+        integers have too.
+        """
+        last = BIGRAM_ROWS * self.shape.vocab_size - 1
+        hashed_BT = (BIGRAM_FACTORS[0] * tokens_BT) ^ (BIGRAM_FACTORS[1] * before_BT)
+        return torch.where(before_BT < 0, last, (hashed_BT & 0x7FFFFFFF) % last)
 
     def block_scales(self, layer: int) -> tuple[Tensor, Tensor]:
         """The factors of the stream and of x0 at the start of a block."""

@@ -35,6 +35,8 @@ ROW_FLOOR = 1e-6
 """Rows below this share of the norms' root mean square are divided by that share, so they stay shorter than 1."""
 MOST_DECAY = 0.1
 """Share of the head and the value embeddings that decays in one step, at most; runs of a few steps reach it."""
+BIGRAM_DECAY = 4
+"""The decay of the bigrams' rows, in that of the value embeddings (experiments/bigram_decay.py)."""
 VARIANCE_EPS = 1e-10
 """The constant added to the second moment of Muon's variance reduction."""
 
@@ -59,20 +61,21 @@ def adamw_groups(recipe: ResolvedOptim, depth: int) -> dict[str, AdamWGroup]:
 
     The values are those that nanochat tuned on small models, at width 768 and a batch of 2^19 tokens. The scale of the
     head's rate is theirs; below depth 8 it is the root of the other rates' scale, which measured too low there. The
-    decay of the head and of the value embeddings follows `resolve.table_decay_rule`. The embedding's scale has no
-    effect, since a norm follows it.
+    decay of the head and of the value embeddings follows `resolve.table_decay_rule`, that of the bigrams is
+    BIGRAM_DECAY times as large. The embedding's scale has no effect, since a norm follows it.
     """
     scale, width, decay = or_one(recipe.lr_scale), or_one(recipe.width_scale), or_one(recipe.table_decay_scale)
 
     head_scale = math.sqrt(scale) if depth < SMALL_DEPTH else scale
 
-    def table(lr: float, beta2: float) -> AdamWGroup:
-        return AdamWGroup(lr, 0.8, beta2, min(0.01 * decay, MOST_DECAY / max(lr, TINY)))
+    def table(lr: float, beta2: float, share: float = 0.01) -> AdamWGroup:
+        return AdamWGroup(lr, 0.8, beta2, min(share * decay, MOST_DECAY / max(lr, TINY)))
 
     return {
         "head": table(recipe.head_lr * head_scale * width, 0.96),
         "embedding": AdamWGroup(recipe.embedding_lr * scale * width, 0.8, 0.995, 0.001),
         "value_embeddings": table(recipe.value_embedding_lr * scale * width, 0.995),
+        "bigrams": table(recipe.value_embedding_lr * scale * width, 0.995, 0.01 * BIGRAM_DECAY),
         "residual_scales": AdamWGroup(recipe.residual_lr * scale, 0.8, 0.95, 0.05),
         "x0_scales": AdamWGroup(recipe.x0_lr * scale, 0.96, 0.95, 0.0),
         "gates": AdamWGroup(recipe.gate_lr * scale, 0.8, 0.95, 0.0),

@@ -23,7 +23,7 @@ from quern.model.llama import Llama
 from quern.model.unet import UNet
 from quern.parallel.tensor import Region, Stream, StreamDropout, VocabularyEmbedding, VocabularyHead, cut, part_rows
 
-VOCABULARY = ("embedding.weight", "head.weight")
+VOCABULARY = ("embedding.weight", "head.weight", "bigrams.weight")
 """These are cut by rows in every architecture."""
 REGIONS = ("blocks.*.attention", "blocks.*.mlp")
 """Modules that run on all tokens with a part of their weights."""
@@ -64,7 +64,14 @@ PLANS: Mapping[type, ShardingPlan] = MappingProxyType(
     {
         GPT: ShardingPlan(
             cuts=ATTENTION | {"blocks.*.attention.value_gate.weight": 0} | MLP | VALUES,
-            replicated=("residual_scales", "x0_scales", "smear_gate.weight", "smear_scale", "backout_scale"),
+            replicated=(
+                "residual_scales",
+                "x0_scales",
+                "smear_gate.weight",
+                "smear_scale",
+                "backout_scale",
+                "bigram_scales",
+            ),
             shifts=1,
         ),
         UNet: ShardingPlan(
@@ -108,6 +115,8 @@ def shard_model(model: Any, mesh: Mesh) -> Any:
         if dim is not None and name not in VOCABULARY:
             cut(*_owner(model, name), dim, group)
     model.embedding = VocabularyEmbedding.of(model.embedding, group)
+    if hasattr(model, "bigrams"):
+        model.bigrams = VocabularyEmbedding.of(model.bigrams, group)
     head = VocabularyHead.of(model.head, group)
     model.criterion, model.shards = head.cross_entropy, group.size
     model.remembered = {name: n // group.size if name.startswith(KEYS) else n for name, n in model.remembered.items()}

@@ -46,6 +46,7 @@ RECIPE = Recipe(
     unused=(
         "model.softcap",
         "model.key_offset",
+        "model.bigrams",
         "optim.value_embedding_lr",
         "optim.x0_lr",
         "optim.smear_lr",

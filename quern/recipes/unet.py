@@ -62,6 +62,7 @@ RECIPE = Recipe(
         "model.norm_eps",
         "model.dropout",
         "model.key_offset",
+        "model.bigrams",
         "optim.x0_lr",
         "optim.smear_lr",
         "optim.gate_lr",

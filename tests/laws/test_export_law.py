@@ -62,6 +62,7 @@ SHAPES: Shapes = {
         "gpt",
         {"windows": "SL", "depth": 5, "kv_heads": 1, "rope_base": 500.0, "softcap": 4.0},
     ),
+    "gpt, SL, bigrams": ("gpt", {"windows": "SL", "bigrams": True}),
     "gpt, SL, no key offset": ("gpt", {"windows": "SL", "kv_heads": 2, "key_offset": False}),
     "gpt, SL, heads of 64": ("gpt", {"windows": "SL", "heads": 2, "kv_heads": 2, "head_dim": 64, "width": 128}),
     "unet, LSSSLSSLSSSL": ("unet", {"depth": 6}),

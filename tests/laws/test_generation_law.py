@@ -42,6 +42,7 @@ MODELS = {
     "grouped queries": toy("SSSL", kv_heads=2),
     "one key head": toy("SL", window=3, kv_heads=1),
     "key offset": toy("SL", kv_heads=2, key_offset=True),
+    "bigrams": toy("SL", kv_heads=2, bigrams=True),
     "llama": toy("L", kv_heads=2, make_model=Llama),
     "llama, windows": toy("SSSL", window=3, kv_heads=1, make_model=Llama),
     "unet, 2 layers": unet(2),
@@ -49,7 +50,10 @@ MODELS = {
     "unet": unet(6),
 }
 PIECES = [
-    *((name, 3) for name in ("SSSL", "key offset", "window 1", "window 2", "one key head", "llama, windows", "unet")),
+    *(
+        (name, 3)
+        for name in ("SSSL", "key offset", "bigrams", "window 1", "window 2", "one key head", "llama, windows", "unet")
+    ),
     *(("SSSL", chunk) for chunk in (1, 8, 13)),
     *(("window longer than the rows", 8), ("window 1", 8), ("unet", 1), ("unet", 13)),
 ]

@@ -15,6 +15,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {},  # grouped queries, a window
     {"depth": 3, "kv_heads": 1, "heads": 2, "head_dim": 16, "vocab_size": 61, "windows": "SL"},
     {"windows": "SL", "key_offset": True},
+    {"windows": "SL", "bigrams": True},
 )
 ADAMW, DOCUMENTS = ("adamw_everywhere.py", "grug/adamw.py"), ("document_mask.py", "grug/documents.py")
 UNCLIPPED = {"micro_rows": 8, "clip_norm": None}

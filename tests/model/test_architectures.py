@@ -72,6 +72,8 @@ def initial_values() -> Iterator[tuple[LanguageModel, dict[str, Any]]]:
     ends = {"out.weight": 0.0, "down.weight": 0.0}
     scales = {"smear_scale": [0.0], "backout_scale": [0.2], "x0_scales": [0.2, 0.15, 0.1, 0.05]}
     scales["residual_scales"] = [1.15, 1.15 - 0.1 / 3, 1.15 - 0.2 / 3, 1.05]
+    scales |= {"bigram_scales": [0.1] * 4}
+    ends["bigrams.weight"] = 0.0
     matrices = {"gate.weight": (0.0, 0.02), "up.weight": within(0.4 * root), "": within(root)}
     shape = resolve(replace(RECIPE, depth=4, model=replace(RECIPE.model, width=width))).model
     yield GPT(shape), ends | scales | {"embedding.weight": 0.8, "head.weight": 0.001} | matrices

@@ -40,7 +40,7 @@ class SmallWindows(UNet):
 
 
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
-    "gpt": lambda: GPT(replace(SHAPE, key_offset=True)),
+    "gpt": lambda: GPT(replace(SHAPE, key_offset=True, bigrams=True)),
     "unet": lambda: SmallWindows(replace(SHAPE, kv_heads=8)),
     "llama": lambda: Llama(replace(SHAPE, mlp_width=84)),
 }

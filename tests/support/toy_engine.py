@@ -38,11 +38,12 @@ def toy_model(
     window: int | None = None,
     make_model: Callable[[ResolvedModel], Any] = GPT,
     key_offset: bool = False,
+    bigrams: bool = False,
 ) -> Any:
     """A model with every parameter random: no path through it is silent. `window` replaces the short one."""
     recipe = ResolvedModel(
         depth=depth, width=8 * heads, head_dim=8, heads=heads, kv_heads=kv_heads, context=context,
-        vocab_size=vocab_size, windows=windows, key_offset=key_offset,
+        vocab_size=vocab_size, windows=windows, key_offset=key_offset, bigrams=bigrams,
         rope_base=1024.0 if key_offset else 100_000.0,
     )  # fmt: skip
     model = make_model(recipe)

@@ -75,7 +75,8 @@ def test_nothing_is_compiled_after_the_first_step(
     own = recipe.make_schedule(recipe.train)
     plan = toy_plan(3, micro_batch_rows=ROWS // 2, evaluators=[(1, evaluate)], schedule=own)
     with StageFolder(tmp_path) as folder:
-        reporter = loop.Reporter(pytest.fail)
+        # a slow machine says that it waits for the first step; any other line is a fault
+        reporter = loop.Reporter(lambda line: None if line.startswith("waiting") else pytest.fail(line))
         assert loop.train(TorchBackend(state, MACHINE), toy_loader(), plan, folder, reporter) == 0
     assert seen == [seen[0]] * 3 and counter.frame_count == seen[0], "something was compiled after the first step"
     assert 0 < seen[0] <= most

@@ -31,6 +31,7 @@ from quern.grug.model import Params, layout
 from quern.grug.state import Grug, StepConfig, eval_step, init_state, state_of, step_config
 from quern.model.base import KINDS
 from quern.model.count import Flops, Parameters, of_kinds
+from quern.model.gpt import GPT
 from quern.recipe import Recipe, Resolved, ResolvedModel
 from quern.recipes import gpt
 from quern.records import git_hash
@@ -197,7 +198,7 @@ def count(cfg: StepConfig) -> Parameters:
     """Counts the parameters of a model."""
     kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
     for group, size in group_sizes(cfg).items():
-        kinds[group if group in KINDS else "scalars"] += size
+        kinds[group if group in KINDS else GPT.group_kinds.get(group, "scalars")] += size
     return of_kinds(kinds)
 
 
@@ -225,6 +226,7 @@ def _write_facts(stage: JaxStage, cfg: StepConfig, mesh: Mesh, facts: dict[str, 
 _TORCH_NAMES = {
     "embedding": "embedding.weight",
     "head": "head.weight",
+    "bigrams": "bigrams.weight",
     "smear_gate": "smear_gate.weight",
     "query": "attention.query.weight",
     "key": "attention.key.weight",
