@@ -32,8 +32,7 @@ CONTEXT, BATCH_ROWS = 512, 32
 BATCH_TOKENS = BATCH_ROWS * (CONTEXT + 1)
 MEAN_DOCUMENT_TOKENS = 500
 PREPARED_BYTES = 250e6
-STEP_SECONDS = 0.02
-"""How long the consumer of `loading` is busy with a batch: about a step on an accelerator."""
+STEP_SECONDS = 0.02  # how long the consumer of `loading` is busy with a batch: about a step on an accelerator
 MANY_CONTEXT, MANY_MEAN_TOKENS = 2048, 1000
 """Tokens of the context and of a mean document in the benchmark of many documents."""
 SHARES = {"utilisation": "utilisation", "padding": "padding_share", "cropped": "cropped_share"}

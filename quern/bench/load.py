@@ -16,8 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_OPEN = 256
-"""Requests of an open loop that are sent at the same time; more of them wait."""
+MOST_OPEN = 256  # requests of an open loop that are sent at the same time; more of them wait
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,8 @@ from quern.text.tokenizer import Tokenizer
 PACKAGES = ("numpy", "tiktoken", "rustbpe")  # torch tells itself which build it is, its package does not
 WARM_UP_MS, MEASURED_MS = 5, 20
 Job = Callable[[], object]
-Seconds = dict[str, np.ndarray]
-"""Seconds of a call by the name of its job, a value for each round."""
-Figure = dict[str, Any]
-"""name, unit, median, low, high, values (one for each round), and a note where there is one."""
+Seconds = dict[str, np.ndarray]  # seconds of a call by the name of its job, a value for each round
+Figure = dict[str, Any]  # name, unit, median, low, high, values (one for each round), and a note where there is one
 
 
 @dataclass(kw_only=True)

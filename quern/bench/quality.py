@@ -27,8 +27,7 @@ from quern.text.sources import files
 from quern.text.tokenizer import well_formed
 
 WINDOW_TOKENS, QUICK_MINUTES = 512, 0.005
-ALL_MEGABYTES = 1e6
-"""More than any validation text has: all of it is scored."""
+ALL_MEGABYTES = 1e6  # more than any validation text has: all of it is scored
 
 
 def quality(setup: Setup) -> Iterator[Figure]:

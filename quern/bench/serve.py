@@ -31,14 +31,10 @@ from quern.serve import server
 PROMPT_TOKENS, REPLY_TOKENS = 64, 192
 ROWS = 32
 NAME = "bench"
-OFFLINE = "/offline"
-"""The path that decodes without HTTP."""
-CHATS = 8
-"""Chats of two turns in each round."""
-TURN_REPLY, QUESTION = 8, 8
-"""Tokens of a reply of these chats, and characters of their second questions."""
-AROUND = 9
-"""Special tokens of a chat of two turns, and room for one token of the second reply."""
+OFFLINE = "/offline"  # the path that decodes without HTTP
+CHATS = 8  # chats of two turns in each round
+TURN_REPLY, QUESTION = 8, 8  # tokens of a reply of these chats, and characters of their second questions
+AROUND = 9  # special tokens of a chat of two turns, and room for one token of the second reply
 
 
 def serve(setup: Setup) -> Iterator[Figure]:

@@ -44,15 +44,12 @@ from quern.train.state import TrainState, build_model, build_state, compile_mode
 from quern.train.step import train_step
 from quern.train.timeline import communication, merge, recorded
 
-ROUND_SECONDS = 2.5
-"""Seconds of steps in a round of `train`; the matmul peak takes a fraction of a second."""
+ROUND_SECONDS = 2.5  # seconds of steps in a round of `train`; the matmul peak takes a fraction of a second
 STARTS, START_STEPS = 3, 4
 START_NOTES = {"cold": "everything compiled", "warm": "the compiler's cache is there", "eager": "eager"}
 RANKS, STEPS = 2, 6
-LEARNING_STEPS = 20
-"""Steps on one batch, whose last loss shows whether a dtype learns."""
-TRACED_STEPS = 3
-"""Steps of a timeline, and of a profile of kernels."""
+LEARNING_STEPS = 20  # steps on one batch, whose last loss shows whether a dtype learns
+TRACED_STEPS = 3  # steps of a timeline, and of a profile of kernels
 
 KINDS = {
     "rotation": "turn_kernel norm_gradient_kernel",

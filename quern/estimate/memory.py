@@ -148,8 +148,7 @@ def _sent(layout: Layout, largest: int) -> int:
 # Activations ------------------------------------------------------------------------------------------------
 
 
-Sizes = dict[int, int]
-"""Storage → bytes."""
+Sizes = dict[int, int]  # storage → bytes
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,8 @@ from quern.recipe import Recipe, Resolved
 from quern.resolve import resolve
 from quern.terminal import human_size
 
-ERROR = 0.1
-"""The largest error of the prediction, as a share of it."""
-PLENTY = 4
-"""The exact need is counted where its upper bound is more than this part of the room."""
+ERROR = 0.1  # the largest error of the prediction, as a share of it
+PLENTY = 4  # the exact need is counted where its upper bound is more than this part of the room
 INTERPRETER_BYTES = 5e8
 """Python, torch and the compiler, of each rank on a CPU; on a GPU, its context and NCCL take more than that."""
 MORE_RANKS = (2, 4, 8, 16, 32, 64, 128, 256)

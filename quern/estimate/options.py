@@ -23,8 +23,7 @@ from quern.validate import refuse_set
 
 ATTAINED_MATMUL = 0.7
 """Share of the peak that large matrix products reach: clocks fall under load, and tiles do not fill a GPU evenly."""
-ATTAINED_BANDWIDTH = 0.8
-"""Share of a link's or a memory's rate that large transfers reach."""
+ATTAINED_BANDWIDTH = 0.8  # share of a link's or a memory's rate that large transfers reach
 HOST_BANDWIDTH = 32e9
 """Bytes per second between a GPU and its CPU's memory: PCIe 4, 16 lanes; newer GPUs reach twice that."""
 NVLINK_SECONDS, PCIE_SECONDS = 3e-6, 1e-5

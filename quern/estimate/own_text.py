@@ -18,16 +18,12 @@ from quern.recipe import Recipe
 from quern.resolve import resolve
 from quern.terminal import human_size
 
-LEAST_BYTES = 2_000
-"""The least text, about a page: from less, nothing can be learned and held out."""
-ENOUGH_BYTES = 100_000
-"""The size of text from which on a model writes more words of its own than it repeats."""
-MINUTES = 10.0
-"""The training time of `quern run` on a text of one's own, where no length is asked for."""
+LEAST_BYTES = 2_000  # the least text, about a page: from less, nothing can be learned and held out
+ENOUGH_BYTES = 100_000  # the size of text from which on a model writes more words of its own than it repeats
+MINUTES = 10.0  # the training time of `quern run` on a text of one's own, where no length is asked for
 LEAST_DEPTH, MOST_DEPTH = 2, 7
 """Bounds of the default depth: one layer copies no phrases; recipes of 8 and more have other contexts and batches."""
-TOKENS_PER_PARAMETER = 3
-"""Below it, a smaller model learns more in the same time (measured: docs/your-own-text.md)."""
+TOKENS_PER_PARAMETER = 3  # below it, a smaller model learns more in the same time (measured: docs/your-own-text.md)
 E, A, B = 1.0, 18.4, 54.2
 N_EXPONENT, D_EXPONENT = 0.34, 0.28
 REPEATS_WORTH = 2.0

@@ -140,8 +140,7 @@ def _repeated(model: Any, recomputed: int) -> tuple[int, int]:
     return gathered, scattered
 
 
-BACKWARD_SHARE = 2 / 3
-"""Share of the backward pass in the time of a micro-batch."""
+BACKWARD_SHARE = 2 / 3  # share of the backward pass in the time of a micro-batch
 PASSES = 4
 
 

@@ -37,8 +37,7 @@ _VERDICT = re.compile(
 """The verdict of a docstring, up to a blank line or the next part, or with the quotes that end the docstring."""
 _PREDICTS = re.compile(r"(?:slightly |clearly )?(no difference|better|worse)\b")
 """How an expected effect that predicts a verdict begins. Anything else is no prediction."""
-EVALUATIONS = 2
-"""Validations in a trial, for the curves."""
+EVALUATIONS = 2  # validations in a trial, for the curves
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ class Arm:
     source: str | None = None
 
 
-Seeds = tuple[int, int]
-"""The seeds of a trial: one for the initial weights, one for the order of the data."""
+Seeds = tuple[int, int]  # the seeds of a trial: one for the initial weights, one for the order of the data
 Train = Callable[[Arm, Iterable[Seeds]], Iterator[Trial]]
 """Trains an arm with each of some seeds; RuntimeError if its process fails."""
 

@@ -20,21 +20,14 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import special, stats
 
 Floats = NDArray[np.floating[Any]]
-Runs = Mapping[int, float | None]
-"""The score of each run by its seed; None for a run that failed."""
+Runs = Mapping[int, float | None]  # the score of each run by its seed; None for a run that failed
 Verdict = Literal["undecided", "better", "better, small", "worse", "worse, small", "no difference", "fails"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-"""Indexed by the codes of `Decision`."""
-FIRST_LOOK = 3
-"""Pairs before which nothing is decided."""
-SHAPE = 0.25
-"""Exponent of the boundary (Wang & Tsiatis 1987): 1/2 is Pocock's, 0 is O'Brien & Fleming's."""
-WORST = 8.0
-"""Bits per byte of a uniform guess. A run that ends there or above has failed."""
-LEAST_VARIANCE = 1e-24
-"""The variance of equal differences; far below the rounding of a score."""
-FAILURES = 0.05
-"""Share of failed runs that an idea may have; or the baseline's share, if that is larger."""
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # indexed by the codes of `Decision`
+FIRST_LOOK = 3  # pairs before which nothing is decided
+SHAPE = 0.25  # exponent of the boundary (Wang & Tsiatis 1987): 1/2 is Pocock's, 0 is O'Brien & Fleming's
+WORST = 8.0  # bits per byte of a uniform guess; a run that ends there or above has failed
+LEAST_VARIANCE = 1e-24  # the variance of equal differences; far below the rounding of a score
+FAILURES = 0.05  # share of failed runs that an idea may have; or the baseline's share, if that is larger
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,8 @@ from quern.text.tokenizer import Tokenizer, well_formed
 
 UNIT_CHARACTERS = 1 << 20
 AHEAD = 2
-FEW_UNITS = 8
-"""A shorter stream is encoded here: a worker takes about half a second to start."""
-RESTARTS = 10
-"""How often an encoder of a cluster may be lost."""
+FEW_UNITS = 8  # a shorter stream is encoded here: a worker takes about half a second to start
+RESTARTS = 10  # how often an encoder of a cluster may be lost
 ENOUGH_WORKERS = 16
 """The most workers by default: this process reads and writes some 200 MB/s, which a dozen workers encode."""
 
@@ -45,8 +43,7 @@ class Encoded(NamedTuple):
     text_bytes: int  # size in UTF-8
 
 
-Submit = Callable[[list[str]], Future[Encoded]]
-"""Hands a unit to a worker."""
+Submit = Callable[[list[str]], Future[Encoded]]  # hands a unit to a worker
 StartWorkers = Callable[[Tokenizer, np.dtype, int], AbstractContextManager[Submit]]
 """Starts so many workers for the length of a block."""
 
@@ -73,8 +70,7 @@ def on_processes(tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterato
         pool.shutdown(cancel_futures=True)
 
 
-_worker: list[tuple[Tokenizer, np.dtype]] = []
-"""The tokenizer and the dtype of this worker."""
+_worker: list[tuple[Tokenizer, np.dtype]] = []  # the tokenizer and the dtype of this worker
 
 
 def _begin(tokenizer: Tokenizer, dtype: np.dtype) -> None:

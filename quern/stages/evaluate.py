@@ -45,8 +45,7 @@ CHATS: tuple[tuple[str, ...], ...] = (
 SHOWN_CHATS = len(CHATS)
 Log = Callable[[str], None]
 Lines = list[dict[str, Any]]
-Harness = Callable[[LoadedModel, Machine], list[Score]]
-"""Asks the tasks of lm-evaluation-harness."""
+Harness = Callable[[LoadedModel, Machine], list[Score]]  # asks the tasks of lm-evaluation-harness
 
 
 @dataclass(frozen=True, kw_only=True)

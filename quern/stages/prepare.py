@@ -45,8 +45,7 @@ LEAST_SHARE, MOST_SHARE = 1 / 40, 1 / 5
 TAIL_SHARE, MOST_TAIL_SHARE = 1 / 10, 1 / 3
 """The share of the text that its held-out end takes, and the largest share, to reach LEAST_BYTES."""
 LEAST_BYTES = 512
-SMALL_VALIDATION_BYTES = 4000
-"""About a thousand tokens."""
+SMALL_VALIDATION_BYTES = 4000  # about a thousand tokens
 SPACE = re.compile(r"\s")
 NAME_CHARACTERS = 40
 """The most characters of a text's name in the names of its folder and tokenizer; a file name has at most 255 bytes."""

@@ -39,13 +39,11 @@ from quern.train.state import build_state, refuse_other_weights, weights_of
 from quern.train.step import TorchBackend, accumulate, send_batch
 
 CALIBRATION_STEPS = 8
-SHOWN = 2
-"""Continuations that are shown at the end."""
+SHOWN = 2  # continuations that are shown at the end
 MANY_EPOCHS = 4
 """Up to about so many passes, repeated text is worth nearly as much as new text (Muennighoff et al., 2023, "Scaling
 data-constrained language models")."""
-TYPICAL_MFU = 0.5
-"""The share of the measured speed in matrix products that training reaches on a GPU, about."""
+TYPICAL_MFU = 0.5  # the share of the measured speed in matrix products that training reaches on a GPU, about
 OTHER_WORK = 3.3e11
 """FLOP/s of training on one thread of a CPU if matrix products took no time: attention, the loss and copies take about
 as long whatever its matrix units. It predicts three CPUs, of 0.43, 0.9 and 2.5 TFLOP/s in products, to within 16 %."""

@@ -51,8 +51,7 @@ RESULT = {
     "val_pass_1": ", validation pass@1 {:.3f}",
 }
 """Metrics of the last step that the user is told."""
-CLEARLY_WORSE = 1.02
-"""The ratio of the last validation loss to the lowest one above which a stage warns."""
+CLEARLY_WORSE = 1.02  # the ratio of the last validation loss to the lowest one above which a stage warns
 WORDS = {
     "pretrain": ("pretraining", "pretrained", "name a new --run, or train on from its model with `quern pretrain {}`"),
     "sft": ("fine-tuning", "fine-tuned", "fine-tune again under another name with `quern sft {}`"),

@@ -36,11 +36,9 @@ VOCABULARIES: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Name → the file that holds the vocabulary, and its SHA-256."""
 
 SAMPLE_VERSION = "1"  # version of `sampled`: another one means other samples of the same text
-MOST_BYTES = 2_000_000_000
-"""A longer text is sampled up to here: it is read twice."""
+MOST_BYTES = 2_000_000_000  # a longer text is sampled up to here: it is read twice
 
-Read = Callable[[str], Iterator[str]]
-"""Opens the documents of a split."""
+Read = Callable[[str], Iterator[str]]  # opens the documents of a split
 
 
 @dataclass(frozen=True)

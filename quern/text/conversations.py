@@ -26,10 +26,8 @@ LISTS = ("messages", "conversations")
 ALPACA = ("instruction", "input", "output", "history")
 PAIRS = (("prompt", "completion"), ("prompt", "response"))
 CHATGPT = ("mapping", "current_node")
-ASKED = ("user", "assistant")
-"""The roles of a question and its answer."""
-BESIDE = ("system", "system_prompt", "tools", "functions")
-"""The keys that are read beside a list of messages."""
+ASKED = ("user", "assistant")  # the roles of a question and its answer
+BESIDE = ("system", "system_prompt", "tools", "functions")  # the keys that are read beside a list of messages
 KEYS = (*LISTS, *ALPACA, *dict.fromkeys(key for pair in PAIRS for key in pair), *CHATGPT, *BESIDE)
 """The keys that are read from a record."""
 WEIGHTS = ("weight", "train", "training", "loss")

@@ -21,13 +21,10 @@ MARK = re.compile(r"(<\|end_?of_?text\|>)|^[ \t]*(<\|\w+\|>|</?s>|<eos>|\[EOS\])
 """A mark that ends documents: as text, a model would learn to write it."""
 MARKED_FILES = 8
 TAG = re.compile(r"</?(?:p|br|div|span|a|li|ul|td|tr|table|h[1-6]|html|body|head|script|img)\b[^<>]*>", re.IGNORECASE)
-PLAIN_CHARACTERS = 100
-"""A text with a tag in so many characters is a web page."""
+PLAIN_CHARACTERS = 100  # a text with a tag in so many characters is a web page
 JSON_LINES = re.compile(r'\s*\{".*\}\s*\n\{"')
-FEW_RECORDS = 1000
-"""A larger source may have one malformed record in so many."""
-MOST_AT_ONCE = 10
-"""More malformed records above that share end the reading at once, not at the end of the source."""
+FEW_RECORDS = 1000  # a larger source may have one malformed record in so many
+MOST_AT_ONCE = 10  # more malformed records above that share end the reading at once, not at the end of the source
 Found = TypeVar("Found")
 Log = Callable[[str], None]
 

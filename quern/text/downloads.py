@@ -34,8 +34,7 @@ ADVICE = {401: NEEDS_TOKEN, 403: NEEDS_TOKEN, 404: ": remove listing.json, and t
 OTHERS: dict[int, str] = dict.fromkeys((401, 403, 404, 410), ": check the address")
 """Advice about an answer of any other server."""
 UNZIPPED, UNREAD = ("gzip", "x-gzip", "deflate"), ("br", "zstd", "compress")
-Progress = Callable[[str, int], None]
-"""(file name, bytes so far), called as bytes arrive."""
+Progress = Callable[[str, int], None]  # (file name, bytes so far), called as bytes arrive
 
 
 def endpoint() -> str:

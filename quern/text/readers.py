@@ -29,25 +29,21 @@ RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 PLAIN = (".txt", ".md")
 FORMATS = (*PLAIN, *RECORDS)
 UTF8, AUTO = "utf-8", "auto"
-LOOKED_AT = 1 << 18
-"""Bytes from which an encoding is recognized."""
+LOOKED_AT = 1 << 18  # bytes from which an encoding is recognized
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
 MARKS |= {codecs.BOM_UTF16_BE: "utf-16"}
 CONVERTED = (".html", ".htm", ".docx", ".epub", ".ipynb", ".pdf", ".pptx", ".xlsx", ".zip")
 SINGLE_BYTE = ("cp125", "cp85", "cp775", "iso8859", "latin", "mac")
 WESTERN = frozenset("äöüÄÖÜßéèêëàâçîïôùûœæøåñáíóúãõÉÈÀÇÑÁÓÅØ¿¡«»…–—‘’“”„•€£°©\xa0")
 TEXT_PIECE_CHARACTERS = 1 << 20
-NO_TEXT = re.compile(rb"[\1-\x08\x0e-\x1a]")
-"""Bytes of programs and pictures; logs with colours have the escape."""
+NO_TEXT = re.compile(rb"[\1-\x08\x0e-\x1a]")  # bytes of programs and pictures; logs with colours have the escape
 CUE = re.compile(r"^(WEBVTT.*|(\d+\r?\n)?[\d:.,]+ --> [\d:.,]+.*)\n", re.MULTILINE)
 """The lines of a subtitle that nobody speaks: its time, and its number before it. "1984" alone may be spoken."""
 PARQUET_BATCH_ROWS = 256
 JSON_BYTES = 1 << 29
 CSV_FIELD_CHARACTERS = 1 << 28
-COMPRESSION = 3
-"""Bytes of text in a byte of a compressed file, about: 2.7 by gzip, 3.5 by Zstandard's best."""
-UNREAD: Any = ...
-"""The value of a table's column that is not read."""
+COMPRESSION = 3  # bytes of text in a byte of a compressed file, about: 2.7 by gzip, 3.5 by Zstandard's best
+UNREAD: Any = ...  # the value of a table's column that is not read
 
 
 class UnreadableError(ValueError):

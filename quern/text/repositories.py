@@ -36,10 +36,8 @@ _NAMED = {word: re.compile(rf"(?:^|/)(?:{'|'.join(its)})(?![a-z])") for word, it
 """The beginning of the name of a file or folder of each split."""
 CARD = "README.md"
 DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json")
-PLAIN_BYTES = {".parquet": 2.0, ".gz": 3.0, ".zst": 3.0}
-"""Bytes of text in a byte of a compressed file, an estimate."""
-BYTES_PER_TOKEN = 4
-"""An estimate, where no tokenizer has counted."""
+PLAIN_BYTES = {".parquet": 2.0, ".gz": 3.0, ".zst": 3.0}  # bytes of text in a byte of a compressed file, an estimate
+BYTES_PER_TOKEN = 4  # an estimate, where no tokenizer has counted
 SHOWN = 12
 
 

@@ -31,20 +31,17 @@ CODE = tuple(
     "toml yaml yml ini cfg srt vtt".split()
 )
 """Endings of code and of other plain text."""
-AS_TEXT = {*PLAIN, *CODE, ""} - {".srt", ".vtt"}
-"""Formats whose bytes are the text."""
+AS_TEXT = {*PLAIN, *CODE, ""} - {".srt", ".vtt"}  # formats whose bytes are the text
 DOCUMENTS = (*FORMATS, *CODE, *CONVERTED, "")
 """Formats of texts to train on; "" is a file without an ending that looks like text."""
 SKIPPED_FOLDERS = ("node_modules", "__pycache__", "site-packages")
 OF_ROWS = (".jsonl", ".json", ".parquet")
-OTHER_PROMPTS = "api_compatible_gauntlet"
-"""A folder of LLM Foundry whose files have the names of others and other rows."""
+OTHER_PROMPTS = "api_compatible_gauntlet"  # a folder of LLM Foundry whose files have the names of others and other rows
 KINDS_SHOWN = 8
 NO_ENDING = "without an ending"
 CLOSED, BROKEN = "without permission", "broken link"
 MARKITDOWN = f"papers, books and pages need the extra `documents`: {install('documents')}"
-Where = str | Path | Sequence[Path]
-"""A source."""
+Where = str | Path | Sequence[Path]  # a source
 CHUNK_BYTES = 1 << 20
 Digest = tuple[int, int, int, Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]]
 """Size, times of change in nanoseconds, and SHA-256 (hex) of a file."""

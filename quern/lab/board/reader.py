@@ -133,8 +133,7 @@ def _parse(lines: list[bytes]) -> list[Any]:
 
 STUCK_SECONDS, STUCK_GAPS = 120, 10
 """A run is stuck after this long without a line, and this many times the usual time between two lines."""
-FIRST_LINE_SECONDS = 900
-"""Allowed before the first line: data is prepared and the model is compiled."""
+FIRST_LINE_SECONDS = 900  # allowed before the first line: data is prepared and the model is compiled
 ENDS = {"finish": "finished", "stop": "stopped", "start": "running", "resume": "running"}
 
 

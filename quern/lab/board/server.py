@@ -34,8 +34,7 @@ from quern.serve.access import Hosts
 from quern.train.metrics import CURVES, RL_CURVES
 
 REPORT = "report.html"
-OVERVIEW_POINTS, MOST_POINTS = 32, 2000
-"""Lines sampled from each run before any curve is asked for, and at most."""
+OVERVIEW_POINTS, MOST_POINTS = 32, 2000  # lines sampled from each run before any curve is asked for, and at most
 AXES = ("steps", "tokens", "flops", "seconds")
 LABELS = {curve.key: [f"{curve.title}, {curve.unit}", curve.share] for curve in (*RL_CURVES, *CURVES)}
 """Metric → its name for readers, and whether it is a share."""
@@ -170,8 +169,7 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 FILES = "board.css board.js curves.js plot.js state.js tables.js views.js icon.svg vendor/uPlot.js vendor/uPlot.css"
-PAGE = {"/": "index.html", **{f"/{name}": name for name in FILES.split()}}
-"""Path → file below `WEB`."""
+PAGE = {"/": "index.html", **{f"/{name}": name for name in FILES.split()}}  # path → file below `WEB`
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -27,19 +27,14 @@ from quern.temporaries import write_whole
 from quern.terminal import counted, grid
 
 DRAWS, SEED, LEVEL = 2_000, 7, 0.95
-LIMITS = 64
-"""Values of E that are tried, from 0 to 98 % of the lowest loss."""
-STEP = math.log(4)
-"""Distance of two rungs in ln C."""
-MOST = math.log(1000)
-"""Largest |ln m|: the baseline may never reach a loss."""
-HOLDS = 0.02
-"""A multiplier that changes by less than this share from rung to rung holds."""
+LIMITS = 64  # values of E that are tried, from 0 to 98 % of the lowest loss
+STEP = math.log(4)  # distance of two rungs in ln C
+MOST = math.log(1000)  # largest |ln m|: the baseline may never reach a loss
+HOLDS = 0.02  # a multiplier that changes by less than this share from rung to rung holds
 SMALL = 0.05
 LEAST_SPREAD = 0.35 / STEP
 """Least standard deviation of the slopes: ln m changes by a third from rung to rung. It is assumed, not measured."""
-FEWEST_RIGHT = 6 / 7
-"""Share of the known answers that a rung must get right."""
+FEWEST_RIGHT = 6 / 7  # share of the known answers that a rung must get right
 Trend = Literal["grows", "holds", "fades", "unclear"]
 
 
@@ -260,8 +255,7 @@ def predictions(study: Comparison, found: Sequence[Row]) -> list[tuple[str, int,
     return made
 
 
-Table = tuple[str, list[str], tuple[str, ...], list[list[str]]]
-"""Title, lines of text, head and rows."""
+Table = tuple[str, list[str], tuple[str, ...], list[list[str]]]  # title, lines of text, head and rows
 
 
 def study_tables(study: Comparison) -> list[Table]:

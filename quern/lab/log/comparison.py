@@ -32,10 +32,8 @@ from quern.terminal import counted
 
 VERDICT_COLOURS = {"better": "#2a7f3f", "worse": "#b3402a", "undecided": "#b0892a"}
 """All other verdicts are grey."""
-MOST_LABELS = 12
-"""Ideas in the figure of multipliers; the table has all."""
-LABEL_POINTS = 7.0
-"""The least distance of two labels."""
+MOST_LABELS = 12  # ideas in the figure of multipliers; the table has all
+LABEL_POINTS = 7.0  # the least distance of two labels
 
 
 @dataclass(frozen=True)

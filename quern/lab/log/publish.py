@@ -24,8 +24,7 @@ from quern.temporaries import write_whole
 from quern.terminal import counted
 
 OLD = "old baseline: "
-FOLDERS = re.compile(r"""(?:(?<![\w/:.])|(?<=\\n))/(?:[^\s/"'\\]+/)+""")
-"""The folders of absolute paths in messages."""
+FOLDERS = re.compile(r"""(?:(?<![\w/:.])|(?<=\\n))/(?:[^\s/"'\\]+/)+""")  # the folders of absolute paths in messages
 KINDS: tuple[tuple[Sequence[str], Callable[[Path], Page]], ...] = (
     (FILES, lambda folder: ComparisonPage(Comparison(folder)).page()),
     (pages.SWEEP_FILES, pages.read_sweep),

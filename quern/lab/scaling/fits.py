@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-Array = NDArray[Any]
-"""An array of float64."""
+Array = NDArray[Any]  # an array of float64
 
 FEWEST_CELLS = 4  # points of a parabola: its three coefficients and one more
 FEWEST_BUDGETS = 3

@@ -20,10 +20,8 @@ from quern.recipe import Recipe
 from quern.resolve import batch_rule, resolve
 from quern.terminal import counted
 
-TOLERANCE = 0.01
-"""Largest share by which the FLOPs of a run differ from its budget."""
-Key = tuple[float, str, int]
-"""Budget, size and seed of a cell."""
+TOLERANCE = 0.01  # largest share by which the FLOPs of a run differ from its budget
+Key = tuple[float, str, int]  # budget, size and seed of a cell
 
 
 class Convention(NamedTuple):

@@ -30,12 +30,9 @@ from quern.temporaries import write_whole
 from quern.terminal import Meter, counted, duration, grid
 
 CELLS, FITS = "cells.jsonl", "fits.json"
-WAYS = "envelope", "surface"
-"""The two fits of a convention."""
-AHEAD = 10
-"""The prediction is for a budget that is larger by this factor than the largest of the study."""
-MISFIT = 0.05
-"""The p of `fits.lack_of_fit` below which a warning is printed."""
+WAYS = "envelope", "surface"  # the two fits of a convention
+AHEAD = 10  # the prediction is for a budget that is larger by this factor than the largest of the study
+MISFIT = 0.05  # the p of `fits.lack_of_fit` below which a warning is printed
 
 
 class Grid(Study):

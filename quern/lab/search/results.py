@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     import optuna
 
 RESULTS, TRIALS, FIGURE = "results.json", "sweep.jsonl", "pairs.svg"
-Line = dict[str, Any]
-"""A line of `TRIALS`."""
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
-"""The head and the rows."""
+Line = dict[str, Any]  # a line of `TRIALS`
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # the head and the rows
 SHOWN_TRIALS, SHOWN_FIELDS, DRAWN_FIELDS = 10, 6, 5  # the best trials; the most important fields
 FEWEST_FOR_IMPORTANCES = 20
 BEST_SHARE, FEWEST_BEST = 0.1, 5  # the trials that count as the best, for importances

@@ -34,8 +34,7 @@ REFUSED = (
     Refusal(" ".join(OPERATIONAL), "does not change what is learned"),
 )
 WORDS = {"true": True, "false": False, "none": None}
-EDGE_SHARE = 0.05
-"""A value within this share of a range from its end is at the edge."""
+EDGE_SHARE = 0.05  # a value within this share of a range from its end is at the edge
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,7 @@ class Dimension:
         return "upper" if share >= 1 - within and (allowed is None or high < allowed.ends[1]) else None
 
 
-Space = dict[str, Dimension]
-"""The dimensions of a search, by the names of their fields."""
+Space = dict[str, Dimension]  # the dimensions of a search, by the names of their fields
 
 
 def distributions(space: Space) -> dict[str, Any]:

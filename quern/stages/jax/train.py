@@ -54,8 +54,7 @@ from quern.train.step import Evaluator
 from quern.validate import check_body
 
 STAGE = "grug"
-OF_TEXT = ("data", "val", "shards")
-"""Fields that a resumed run takes from its saved recipe, unless they are named."""
+OF_TEXT = ("data", "val", "shards")  # fields that a resumed run takes from its saved recipe, unless they are named
 
 
 class JaxStage(Stage):

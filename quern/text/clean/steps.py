@@ -20,8 +20,7 @@ from quern.records import read_json
 from quern.temporaries import write_whole
 from quern.validate import extra
 
-SHINGLE_WORDS = 5
-"""Near duplicates share most of their runs of so many words."""
+SHINGLE_WORDS = 5  # near duplicates share most of their runs of so many words
 PERMUTATIONS = 128
 """More make the decision about near duplicates sharper and slower; a kept document takes about 4 kB of memory."""
 SPLITS = ("train", "val")
@@ -29,8 +28,7 @@ STOP_WORDS = frozenset("the be to of and that have with".split())
 WORDS = 13
 """A text contains a passage if any run of so many words of the passage is in it: the rule of GPT-3 (Brown et al., 2020,
 https://arxiv.org/abs/2005.14165, appendix C). Of a passage with fewer words, all of them, in order, must be there."""
-SHORTEST = 5
-"""Passages of fewer words are in every large text by chance, and are never looked for."""
+SHORTEST = 5  # passages of fewer words are in every large text by chance, and are never looked for
 
 
 @dataclass(frozen=True)

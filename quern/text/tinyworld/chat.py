@@ -55,8 +55,7 @@ def introduction(pen: Pen) -> Exchange:
     return messages
 
 
-COMMON = 3
-"""The first groups of small talk, greetings, help and thanks, make up half of it."""
+COMMON = 3  # the first groups of small talk, greetings, help and thanks, make up half of it
 SMALL_TALK = (*_W["small_talk"], {"said": _W["identity_questions"], "reply": _W["identity_replies"]})
 """Groups of what people say when they mean the same, with the replies that fit."""
 _SAID = frozenset(re.findall(r"\w+", " ".join(said for talk in SMALL_TALK for said in talk["said"]).lower()))

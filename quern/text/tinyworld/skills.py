@@ -29,8 +29,7 @@ from quern.text.tinyworld.world import CAST, FIELDS, OTHER_FIELDS, RELATIONS, VA
 
 _W = world.wordings("skills")
 LETTERS = ("A", "B", "C", "D")
-TRAIN_LETTERS = (*LETTERS, "E")
-"""Training also has lists of two, three and five options; the evaluation has four."""
+TRAIN_LETTERS = (*LETTERS, "E")  # training also has lists of two, three and five options; the evaluation has four
 OPTION_COUNTS = (2, 3, 4, 4, 4, 5)
 
 
@@ -285,8 +284,7 @@ EXERCISES = {
 # --------------------------------------------------------------------------------------------------- drills
 
 _DRILLS = world.wordings("drills")
-Asked = tuple[str, str]
-"""A question and its option."""
+Asked = tuple[str, str]  # a question and its option
 
 
 def about_letters(pen: Pen) -> Exchange:

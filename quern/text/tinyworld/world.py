@@ -73,8 +73,7 @@ DAYS, MONTHS = CHANCES["day"], CHANCES["month"]
 STORY_OPENINGS, ENDINGS, BRIDGES, MORALS = (_PLOT_WORDINGS[key] for key in "openings endings bridges morals".split())
 PLOTS: tuple[tuple[tuple[str, ...], ...], ...] = tuple(plot["scenes"] for plot in _PLOT_WORDINGS["plots"])
 
-WORDINGS: dict[str, Mapping[str, tuple[str, ...]]] = wordings("wordings")
-"""Kind of wording → relation → the wordings."""
+WORDINGS: dict[str, Mapping[str, tuple[str, ...]]] = wordings("wordings")  # kind of wording → relation → the wordings
 OPENINGS, CLOSINGS, EPITHETS = (table("wordings")[key] for key in ("openings", "closings", "epithets"))
 
 _FACTS = table("facts")
