@@ -59,12 +59,8 @@ WORDS = {
     "grug": ("training", "trained", "name another with --run"),
 }
 """A stage for the user: the noun, the participle, and what to do instead with a run that has it."""
-FIELDS = {
-    "pretrain": ("train.steps", "optim.lr_scale"),
-    "sft": ("sft.steps", "sft.lr_share"),
-    "rl": ("rl.steps", "rl.lr_share"),
-    "grug": ("train.steps", "optim.lr_scale"),
-}
+FIELDS = {stage: (f"{stage}.steps", f"{stage}.lr_share") for stage in ("sft", "rl")}
+FIELDS |= dict.fromkeys(("pretrain", "grug"), ("train.steps", "optim.lr_scale"))
 """The recipe's fields with the number of each stage's steps, and with a factor of all its rates."""
 
 

@@ -24,13 +24,9 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "quern",
     "svg.fonttype": "none",
     "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.edgecolor": GREY,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }
 
 

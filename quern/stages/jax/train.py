@@ -222,19 +222,9 @@ def _write_facts(stage: JaxStage, cfg: StepConfig, mesh: Mesh, facts: dict[str, 
 # Weights are copied, optimizer state is not: training continues with fresh moments. Both sides store weights as
 # (outputs, inputs) in fp32, so parameters are only renamed, and a round trip changes no bit.
 
-_TORCH_NAMES = {
-    "embedding": "embedding.weight",
-    "head": "head.weight",
-    "bigrams": "bigrams.weight",
-    "smear_gate": "smear_gate.weight",
-    "query": "attention.query.weight",
-    "key": "attention.key.weight",
-    "value": "attention.value.weight",
-    "out": "attention.out.weight",
-    "value_gate": "attention.value_gate.weight",
-    "up": "mlp.up.weight",
-    "down": "mlp.down.weight",
-}
+_TORCH_NAMES = {name: f"{name}.weight" for name in ("embedding", "head", "bigrams", "smear_gate")}
+_TORCH_NAMES |= {name: f"attention.{name}.weight" for name in ("query", "key", "value", "out", "value_gate")}
+_TORCH_NAMES |= {name: f"mlp.{name}.weight" for name in ("up", "down")}
 
 
 def _torch_name(path: Any) -> str:
