@@ -155,14 +155,11 @@ def slowest_kernels(step: Callable[[], object], on_gpu: bool, usual: float) -> I
             spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
             share = spent / 1e4 / TRACED_STEPS / usual
             kernels[f"kernel {event.key[:70]}"] += share
-            kinds[f"time: {kind_of_kernel(event.key)}"] += share
+            name = event.key.lower()
+            matching = (kind for kind, parts in KINDS.items() if any(part in name for part in parts.split()))
+            kinds[f"time: {next(matching, 'elementwise')}"] += share
     yield figure("idle", "%", max(0.0, 100 - sum(kernels.values())))
     yield from (figure(name, "%", share) for name, share in (*kinds.most_common(), *kernels.most_common(15)))
-
-
-def kind_of_kernel(name: str) -> str:
-    found = (kind for kind, parts in KINDS.items() if any(part in name.lower() for part in parts.split()))
-    return next(found, "elementwise")
 
 
 def _starts(setup: Setup) -> Iterator[Figure]:

@@ -178,7 +178,10 @@ def activations(layout: Layout, device: str, compiled: bool) -> Activations:
     shape = layout.recipe.model
     tokens_BT = torch.empty(1, shape.context, dtype=torch.int64, device="meta")
     model = layout.shard
-    _move_tables(model)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):  # a constant that the module keeps beside its parameters
+                setattr(module, name, value.to("meta"))
     context = model.context(tokens_BT, 1.0)
     # `attend` would choose neither for tensors on "meta". One GPU kernel stands for all: none keeps probabilities.
     context._attend = attend_in_blocks if device == "cpu" else flash_attention
@@ -259,14 +262,6 @@ def _storages(values: Any) -> Sizes:
     """Storage → bytes of the tensors in nested containers."""
     found = (t.untyped_storage() for t in tree_leaves(values) if isinstance(t, Tensor))
     return {storage._cdata: storage.nbytes() for storage in found}
-
-
-def _move_tables(model: torch.nn.Module) -> None:
-    """Moves the constants that a module keeps beside its parameters to "meta"."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor):
-                setattr(module, name, value.to("meta"))
 
 
 # Loss and update --------------------------------------------------------------------------------------------

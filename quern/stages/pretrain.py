@@ -99,7 +99,11 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     backend = TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed)
     code = session.train(backend, batches, plan, origin, Opening(lines, changed, prepared.tokenizer, facts))
     if code == EXIT_DONE and mesh.world.size == 1 and not session.locked:  # `quern run` goes on, and shows more
-        _show(Engine(state.model.eval(), prepared.tokenizer, machine), recipe, prepared.val, session.log)
+        engine = Engine(state.model.eval(), prepared.tokenizer, machine)
+        session.log(f"the model continues texts, from {GOES_ON} on:")
+        for pair in continuations(engine, recipe, prepared.val, SHOWN):
+            for line in continued(*pair):
+                session.log(line)
     return code
 
 
@@ -166,14 +170,6 @@ def _refuse_other_model(recipe: Resolved, start: Start) -> None:
             f"the weights of run '{start.run_dir.run}' do not fit another model ({other or error}): leave the flags "
             "that change its shape out, or leave --from out"
         ) from error
-
-
-def _show(engine: Engine, recipe: Resolved, val: Corpus, log: Callable[[str], None]) -> None:
-    """Logs how the model continues openings."""
-    log(f"the model continues texts, from {GOES_ON} on:")
-    for pair in continuations(engine, recipe, val, SHOWN):
-        for line in continued(*pair):
-            log(line)
 
 
 def _plan(recipe: Resolved, session: Session, prepared: Prepared, changed: Sequence[str]) -> loop.TrainingPlan:

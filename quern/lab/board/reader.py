@@ -194,11 +194,6 @@ KINDS = {"trials.jsonl": "study.json", "cells.jsonl": "plan.json", "sweep.jsonl"
 """The trials of a comparison, an IsoFLOP study and a sweep, and the file that says what each of them is."""
 
 
-def find_studies(out: Path) -> dict[str, Path]:
-    """The folders of studies by name."""
-    return {path.parent.name: path.parent for trials in KINDS for path in out.glob(f"lab/*/{trials}")}
-
-
 class StudyRecords:
     """A study's trials, read again as the file grows, and its verdicts."""
 

@@ -25,7 +25,7 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from quern.lab.board.reader import Entry, Run, StudyRecords, find_studies, is_number
+from quern.lab.board.reader import KINDS, Entry, Run, StudyRecords, is_number
 from quern.lab.options import BoardOptions
 from quern.records import METRICS, read_regular
 from quern.runs import manage
@@ -133,7 +133,8 @@ class Board:
         found = (path.parent for path in self.out.glob(f"runs/*/*/{METRICS}"))  # under their run, as they are trained
         folders = sorted(found, key=lambda stage: (stage.parent.name, [*STAGES, stage.name].index(stage.name)))
         self._runs = {(name := f"{f.parent.name}/{f.name}"): self._runs.get(name) or Run(f) for f in folders}
-        self._studies = {one: self._studies.get(one) or StudyRecords(at) for one, at in find_studies(self.out).items()}
+        studies = {path.parent.name: path.parent for trials in KINDS for path in self.out.glob(f"lab/*/{trials}")}
+        self._studies = {name: self._studies.get(name) or StudyRecords(path) for name, path in studies.items()}
         for run in self._runs.values():
             run.refresh(OVERVIEW_POINTS, now)
         for study in self._studies.values():
