@@ -115,10 +115,9 @@ class Setup(BenchOptions):
             try:
                 job()
                 self.machine.synchronize()
+                found[name] = job
             except Exception as error:  # kernels, drivers and the compiler raise errors of any type
                 self.failed(name, error)
-            else:
-                found[name] = job
         return found
 
     def seconds(self, jobs: Mapping[str, Job]) -> Seconds:

@@ -71,8 +71,7 @@ class Layout:
     @property
     def micro_batches(self) -> list[int]:
         """The rows of each forward pass of a step."""
-        context, tokens = self.recipe.model.context, self.recipe.train.micro_batch_tokens
-        most = max(1, tokens // context)
+        most = self.recipe.micro_batch_rows
         return [min(most, self.rows - first) for first in range(0, self.rows, most)]
 
 

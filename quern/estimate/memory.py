@@ -175,8 +175,7 @@ class Activations:
 
 def activations(layout: Layout, device: str, compiled: bool) -> Activations:
     """Counts what autograd keeps of one row. Raises RuntimeError when the model cannot run on the "meta" device."""
-    shape = layout.recipe.model
-    tokens_BT = torch.empty(1, shape.context, dtype=torch.int64, device="meta")
+    tokens_BT = torch.empty(1, layout.recipe.model.context, dtype=torch.int64, device="meta")
     model = layout.shard
     for module in model.modules():
         for name, value in vars(module).items():
@@ -195,8 +194,7 @@ def activations(layout: Layout, device: str, compiled: bool) -> Activations:
         return {at: size for one in found for at, size in origins.of.get(one, {}).items()}
 
     def trace(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        arguments = _storages((args, kwargs))
-        computed = {at: size for at, size in arguments.items() if at not in origins.parameters}
+        computed = {at: size for at, size in _storages((args, kwargs)).items() if at not in origins.parameters}
         origins.of |= {at: {at: size} for at, size in computed.items()}  # a compiled block is a graph of its own
         traced.inputs.append(computed)
         with _saved_tensors() as saved:

@@ -47,8 +47,7 @@ def room_of_a_rank(machine: Machine, mesh: Mesh) -> float:
     """Bytes that a rank may take for training."""
     if machine.device.type == "cuda":
         return torch.cuda.get_device_properties(machine.device).total_memory - INTERPRETER_BYTES
-    here = number_of("LOCAL_WORLD_SIZE", mesh.world.size)
-    return machine_memory() / here - INTERPRETER_BYTES
+    return machine_memory() / number_of("LOCAL_WORLD_SIZE", mesh.world.size) - INTERPRETER_BYTES
 
 
 def memory_check(

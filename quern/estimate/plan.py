@@ -107,8 +107,7 @@ def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, dp: int
             if needed.peak <= room:
                 one, fitting = replace(one, step=predict(again, needed, cluster, flops)), train.micro_batch_tokens
             else:
-                need = f"needs {needed.peak / GB:.1f} GB of the {room / GB:.1f} GB that are free"
-                one = replace(one, refusal=need)
+                one = replace(one, refusal=f"needs {needed.peak / GB:.1f} GB of the {room / GB:.1f} GB that are free")
             tried.append(one)
         if any(one.step and one.recomputed == recipe.train.recompute for one in tried):
             break

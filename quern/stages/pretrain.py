@@ -365,5 +365,4 @@ def fit_readings(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe
 
 def _has_open_depth(recipe: Recipe, session: Session) -> bool:
     """Whether the depth of a built-in recipe is left open. That of `unet` must be even; a recipe's own file has one."""
-    fitted = recipe.name in ("gpt", "llama", "llama_adamw")
-    return fitted and "depth" not in session.named and session.source is None
+    return recipe.name in ("gpt", "llama", "llama_adamw") and "depth" not in session.named and session.source is None

@@ -95,9 +95,8 @@ def _run(asked: Recipe, session: Session) -> int:
         together=recipe.rl.updates,
     )
     plan = replace(plan, evaluators=[(1, tally), *plan.evaluators])
-    replies = recipe.rl.groups * recipe.rl.samples
     told = (
-        f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to "
+        f"reinforcement learning: {counted(plan.steps, 'step')} of {recipe.rl.groups * recipe.rl.samples} replies to "
         f"{counted(recipe.rl.groups, 'question')} ({', '.join(recipe.rl.rewards)})"
     )
     data = {"environments": list(recipe.rl.rewards)} | precision

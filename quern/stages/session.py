@@ -145,8 +145,7 @@ class Stage:
     def require_alike(self, values: dict[str, Any]) -> None:
         """Raises ValueError if values of flags, by name, differ between the ranks, as where each machine has a command
         of its own. Of a path, the last name counts."""
-        own = flat(_last_names(values))
-        first, *others = self.mesh.world.gather_objects(own)
+        first, *others = self.mesh.world.gather_objects(flat(_last_names(values)))
         for rank, other in enumerate(others, start=1):
             if names := sorted(name for name in first | other if first.get(name) != other.get(name)):
                 other_flags = ", ".join(f"--{flag(name)}" for name in names)
@@ -342,8 +341,7 @@ class Session(Stage):
     def plan(self, recipe: Resolved, evaluator: Evaluator, **changes: Any) -> loop.TrainingPlan:
         """Collects the settings of the loop. changes: fields of the plan that are not the recipe's."""
         plan = plan_of(recipe, flop_counter(recipe), [(recipe.train.eval_every, evaluator)])
-        peak_flops = measure_peak_flops(self.machine) * self.mesh.world.size
-        return replace(plan, peak_flops=peak_flops, **changes)
+        return replace(plan, peak_flops=measure_peak_flops(self.machine) * self.mesh.world.size, **changes)
 
 
 def describe_run(run_dir: RunDir, machine: Machine, command: str, facts: dict[str, Any]) -> None:

@@ -63,15 +63,12 @@ def _run(asked: Recipe, session: Session) -> int:
         log("the optimizer begins without the base model's state, which is another optimizer's")
     steps = recipe.sft.steps
     assert steps is not None  # `prepare_lessons` filled it in
-    schedule = rates_fall(steps, recipe.sft.warmdown_share)
-    plan = session.plan(recipe, lessons.evaluator, steps=steps, schedule=schedule)
+    plan = session.plan(recipe, lessons.evaluator, steps=steps, schedule=rates_fall(steps, recipe.sft.warmdown_share))
     report = batches.report()
-    rounded = {name: round(value, 5) for name, value in report.items()}
     talked = counted(talks.train.num_documents, "conversation")
     told = f"fine-tuning: {counted(plan.steps, 'step')} on {talked}{_lost(report, recipe)}"
-    data = {**rounded, **precision, "sources": talks.sources}
-    written = start and start.facts_in(run_dir, facts)
-    opening = Opening([told, *talks.lines()], changed, tokenizer, written, data)
+    data = {name: round(value, 5) for name, value in report.items()} | precision | {"sources": talks.sources}
+    opening = Opening([told, *talks.lines()], changed, tokenizer, start and start.facts_in(run_dir, facts), data)
     backend = TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed)
     return session.train(backend, batches, plan, origin, opening)
 

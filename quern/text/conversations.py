@@ -209,9 +209,8 @@ def _describe_functions(row: Mapping[str, Any]) -> str:
         if not isinstance(function.get("name"), str):
             raise ValueError('each of "tools" is {"type": "function", "function": {"name": …, "parameters": {…}}}')
         order = dict.fromkeys(("name", "description", "parameters", *function))
-        found.append(
-            json_text({key: function[key] for key in order if key in function and key not in ("strict", "type")})
-        )
+        kept = {key: function[key] for key in order if key in function and key not in ("strict", "type")}
+        found.append(json_text(kept))
     return "\n".join(['You can call these tools, as {"name":"…","arguments":{…}}:', *found]) if found else ""
 
 

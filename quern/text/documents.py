@@ -200,9 +200,8 @@ def _convert(value: Any, convert: Callable[[Any], Found], path: Path, record: in
     try:
         return convert(value)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        fault = (
-            f"the key {error} is missing" if isinstance(error, KeyError) else f"a part of it has another type ({error})"
-        )
+        fault = f"a part of it has another type ({error})"
+        fault = f"the key {error} is missing" if isinstance(error, KeyError) else fault
         odd = Malformed(f"{place(path, record)}: {refusal}{error if isinstance(error, ValueError) else fault}")
         odd.__cause__ = error
         return odd

@@ -71,8 +71,7 @@ def download(repository: Repository, file: str, path: Path, progress: Progress =
         return
     commit = repository.commit
     url = f"{endpoint()}/datasets/{repository.name}/resolve/{commit}/{quote(file)}"
-    part = path.with_name(f"{path.name}.{commit[:8]}.part")
-    _fetch(url, path, part, size, sha256, progress)
+    _fetch(url, path, path.with_name(f"{path.name}.{commit[:8]}.part"), size, sha256, progress)
 
 
 def retrieve(url: str, sha256: str | None, path: Path, progress: Progress = lambda *step: None) -> None:

@@ -240,10 +240,9 @@ def predictions(study: Comparison, found: Sequence[Row]) -> list[tuple[str, int,
     """
     made: list[tuple[str, int, Estimate, float, bool]] = []
     for row in found:
-        rungs = sorted(row.flops)
-        if len(rungs) < 2:
+        if len(row.flops) < 2:
             continue
-        top, below = rungs[-1], rungs[:-1]
+        *below, top = sorted(row.flops)
         if baseline_curve(study, "flops", most=below[-1]) is None:
             continue
         spread = slope_spread([one.line(below) for one in found])

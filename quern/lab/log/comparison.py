@@ -75,9 +75,8 @@ class ComparisonPage:
     @cached_property
     def old(self) -> bool:
         """Whether the baseline's resolved numbers are others today."""
-        return any(
-            rung not in self.today or self.today[rung][0] != self.study.plan.numbers[str(rung)] for rung in self.rungs
-        )
+        began = self.study.plan.numbers
+        return any(rung not in self.today or self.today[rung][0] != began[str(rung)] for rung in self.rungs)
 
     @cached_property
     def aside(self) -> bool:

@@ -201,8 +201,7 @@ def _optimum(flops: float, n: Array, d: Array, loss: Array, deviations: Array, d
 def _laws(optima: tuple[Optimum, ...], samples: Sequence[Array], dof: int) -> Envelope:
     accepted = [one for one in optima if not one.refusal]
     if len(accepted) < FEWEST_BUDGETS:
-        reason = f"{len(accepted)} of at least {FEWEST_BUDGETS} budgets have an optimum"
-        return Envelope(optima, reason, _dof=dof)
+        return Envelope(optima, f"{len(accepted)} of at least {FEWEST_BUDGETS} budgets have an optimum", _dof=dof)
     drawn, logs, points = np.stack(samples, axis=1), np.log([one.flops for one in accepted]), _points(accepted)
     slope = np.linalg.pinv(np.vander(logs - logs.mean(), 2))[0]
     slopes = np.einsum("b,sbk->sk", slope, drawn)

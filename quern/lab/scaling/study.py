@@ -255,8 +255,8 @@ def convention_lines(
     else:
         lines.append(f"  envelope: N* ∝ C^{found.parameters}, D* ∝ C^{found.tokens}, tokens/parameter {found.ratio}")
         lines += [f"  without {flops:.3g} FLOPs: N* ∝ C^{n:.3f}, D* ∝ C^{d:.3f}" for flops, n, d in found.leave_out]
-    if not found.refusal and found.misfit < MISFIT:
-        lines.append(f"  lack of fit (p = {found.misfit:.2g}): intervals are too narrow, measure closer to the minima")
+        narrow = f"  lack of fit (p = {found.misfit:.2g}): intervals are too narrow, measure closer to the minima"
+        lines += [narrow] if found.misfit < MISFIT else []
     if surface.surface is None:
         lines.append(f"  no parametric fit: {surface.refusal}")
     else:

@@ -46,8 +46,7 @@ def write_results(sweep: Study, trials: Sequence[Line], study: optuna.Study, spa
     the same trials."""
     folder = sweep.folder
     # The value of a trial that Wilcoxon's test ended is a mean over some seeds, though it is COMPLETE to Optuna.
-    whole = (trial for trial in trials if trial["outcome"] != "pruned")
-    ranked = sorted(whole, key=lambda trial: trial["bpb"])
+    ranked = sorted((trial for trial in trials if trial["outcome"] != "pruned"), key=lambda trial: trial["bpb"])
     if not ranked:
         return ["no trial has a value"]
     weights, outcomes = importances(study), [str(trial["outcome"]) for trial in trials]

@@ -60,8 +60,7 @@ class JaxBackend:
         pass
 
     def send(self, batch: Batch, rows: int, flops: Flops) -> tuple[Any, int, int, Flops]:
-        placed = device_batch(batch, rows, self.run.devices)
-        return placed, int(batch.mask.sum()), batch.tokens.size, flops
+        return device_batch(batch, rows, self.run.devices), int(batch.mask.sum()), batch.tokens.size, flops
 
     def step(
         self, sent: tuple[Any, int, int, Flops], multipliers: Multipliers, tell: Sequence[float]

@@ -248,8 +248,7 @@ def _gauntlet(rest: Arguments, log: Callable[[str], None]) -> int:
     keep_freed_memory()
     jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     recipe = load_recipe(options.file)[0]
-    passed = gauntlet.run(core_of(recipe), recipe.name, options.out, options.steps, log)
-    return 0 if passed else 1
+    return 0 if gauntlet.run(core_of(recipe), recipe.name, options.out, options.steps, log) else 1
 
 
 def open_mesh(where: JaxRunOptions) -> Any:

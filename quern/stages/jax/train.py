@@ -174,8 +174,7 @@ def core_of(recipe: Recipe) -> type[Grug]:
 def describe(mesh: Mesh) -> str:
     """Returns the mesh as text, such as "8 x cpu (data 4, model 2)"."""
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-    kind = mesh.devices.flat[0].device_kind
-    return f"{mesh.devices.size} x {kind}" + (f" ({axes})" if axes else "")
+    return f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}" + (f" ({axes})" if axes else "")
 
 
 def validate_run(run: JaxRun, recipe: Resolved, prepared: Prepared, mesh: Mesh) -> dict[str, Any]:

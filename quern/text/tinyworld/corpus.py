@@ -79,8 +79,7 @@ def documents_of_kinds(seed: int, megabytes: float, split: str = "train") -> Ite
 
 def conversations(seed: int, count: int, split: str = "train") -> Iterator[list[Message]]:
     """Yields `count` conversations for fine-tuning, each a list of messages for chat.render."""
-    for index in range(count):
-        yield conversation(Pen(f"conversations:{split}:{seed}:{index}"))
+    return (conversation(Pen(f"conversations:{split}:{seed}:{index}")) for index in range(count))
 
 
 def kinds_of_text(seed: int = 0) -> dict[str, str]:

@@ -101,10 +101,8 @@ def roll(pen: Pen) -> str:
         names = [character.name for character in CAST if character.fact(relation) == value]
         pen.rng.shuffle(names)
         title = _T["roll_titles"][relation].format(value=value, a_value=a(value))
-        if pen.maybe(0.5):
-            blocks.append(f"{title} {joined(names)}.")
-        else:
-            blocks.append("\n".join([title, *(f"- {name}" for name in names)]))
+        listed = "\n".join([title, *(f"- {name}" for name in names)])
+        blocks.append(f"{title} {joined(names)}." if pen.maybe(0.5) else listed)
     return "\n\n".join(blocks)
 
 
@@ -155,8 +153,7 @@ def opposites(pen: Pen) -> str:
 
 def errands(pen: Pen) -> str:
     """A shopping list, or a week of short activities."""
-    character = pen.someone()
-    words = {**FIELDS[character.name], **pen.chance_fields()}
+    words = {**FIELDS[pen.someone().name], **pen.chance_fields()}
     if pen.maybe(0.5):
         count = 3 + pen.below(5)
         adjectives, things = pen.rng.sample(world.ADJECTIVES, count), pen.rng.sample(world.THINGS, count)

@@ -213,8 +213,7 @@ def diary(pen: Pen) -> str:
     first = pen.below(7)
     entries = []
     for day in range(2 + pen.below(3)):
-        friend = CHARACTERS[writer.friend]
-        words = {**FIELDS[writer.name], **OTHER_FIELDS[friend.name], **pen.chance_fields()}
+        words = {**FIELDS[writer.name], **OTHER_FIELDS[writer.friend], **pen.chance_fields()}
         text = [pen.pick(_W["diary"]).format_map(words), pen.say("self_statements", writer, pen.pick(RELATIONS))]
         if pen.maybe(0.6):
             text.append(pen.tell(pen.other(writer), pen.pick(RELATIONS)))

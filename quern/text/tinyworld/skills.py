@@ -325,9 +325,8 @@ def options(pen: Pen) -> Exchange:
 def _named(pen: Pen, count: int) -> tuple[list[str], list[Asked]]:
     """Options that are asked for by name: values of a relation, or any words."""
     values = pen.rng.sample(WORDS if pen.maybe(0.5) else VALUES[pen.pick(RELATIONS)], count)
-    return values, [
-        (pen.pick(_DRILLS["named_questions"]).format(value=value), value) for value in _shuffled(pen, values)
-    ]
+    questions = _DRILLS["named_questions"]
+    return values, [(pen.pick(questions).format(value=value), value) for value in _shuffled(pen, values)]
 
 
 def _of_facts(pen: Pen, count: int) -> tuple[list[str], list[Asked]]:
