@@ -27,7 +27,7 @@ def prefill(setup: Setup) -> Iterator[Figure]:
     """Prompt tokens per second, up to the first token of each reply."""
     setup.settings["prompt_tokens"] = length = 16 if setup.quick else PREFILL_PROMPT_TOKENS
     engine, batches = _engine(setup), setup.sizes.rows
-    taken = alternate(setup.rounds, {str(rows): _replies(engine, setup.seed, rows, length, 1) for rows in batches})
+    taken = alternate(setup.rounds, {str(rows): _replies(engine, setup.seed, rows, length, 1, 1.0) for rows in batches})
     yield from (figure(f"prefill, batch {rows}", "tokens/s", rows * length / taken[str(rows)]) for rows in batches)
 
 
@@ -99,9 +99,7 @@ def copied_bytes_per_second(setup: Setup) -> float:
     return 2 * copied / min(call_seconds(lambda: y.copy_(x), machine, setup.quick) for _ in range(3))
 
 
-def _replies(
-    engine: Engine, seed: int, rows: int, length: int, reply: int, temperature: float = 1.0
-) -> Callable[[], float]:
+def _replies(engine: Engine, seed: int, rows: int, length: int, reply: int, temperature: float) -> Callable[[], float]:
     """Returns a function that times replies of `reply` tokens to random prompts of `length` tokens."""
     ordinary = engine.tokenizer.vocab_size - len(engine.tokenizer.special_ids)
     ids = torch.randint(ordinary, (rows, length - 1), generator=torch.Generator().manual_seed(seed))

@@ -129,9 +129,7 @@ def example_masks(setup: Setup, rows: int, T: int) -> dict[str, MaskSpec]:
     return {"full": MaskSpec(), f"window {window}": MaskSpec(window), "documents": MaskSpec(None, documents_BT)}
 
 
-def attention_seconds(
-    setup: Setup, cases: Mapping[str, tuple[MaskSpec, Backend]], shape: tuple[int, int, int, int]
-) -> Seconds:
+def attention_seconds(setup: Setup, cases: Mapping[str, tuple[MaskSpec, Backend]], shape: tuple[int, ...]) -> Seconds:
     """Times the cases that work, which alternate, by "<name> forward" and "<name> backward". shape: (B, T, H, E)."""
     q, k, v, grad = (setup.random(*shape, seed=i) for i in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]

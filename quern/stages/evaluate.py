@@ -30,6 +30,7 @@ from quern.stages.session import main_first
 from quern.terminal import Meter, silent
 from quern.text.chat import Message, render_prompt
 from quern.text.clean.steps import WORDS
+from quern.text.documents import Log
 from quern.text.tinyworld.corpus import documents_of_kinds
 from quern.train.state import build_model
 from quern.validate import refuse_missing
@@ -43,7 +44,6 @@ CHATS: tuple[tuple[str, ...], ...] = (
     ("Tell me a story about Agatha.",),
 )
 SHOWN_CHATS = len(CHATS)
-Log = Callable[[str], None]
 Lines = list[dict[str, Any]]
 Harness = Callable[[LoadedModel, Machine], list[Score]]  # asks the tasks of lm-evaluation-harness
 

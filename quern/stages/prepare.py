@@ -29,7 +29,7 @@ from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_li
 from quern.stages.tokenizers import Read, Source, named_tokenizer, train_tokenizer
 from quern.temporaries import alone_in, remove_abandoned
 from quern.text.clean.steps import Cleaned, read_records, recorded
-from quern.text.documents import read, warning_of
+from quern.text.documents import Log, read, warning_of
 from quern.text.readers import UTF8, format_of, text_megabytes
 from quern.text.repositories import TRAIN, local_copy
 from quern.text.sources import AS_TEXT, DOCUMENTS, content_fingerprint, list_source
@@ -84,7 +84,7 @@ def fit_vocabulary(recipe: Recipe, megabytes: float | None) -> Recipe:
     return replace(recipe, text=replace(text, vocab_size=vocabulary(megabytes)))
 
 
-def open_source(recipe: Resolved, out: Path, log: Callable[[str], None] = lambda line: None) -> Source:
+def open_source(recipe: Resolved, out: Path, log: Log = lambda line: None) -> Source:
     """Opens the recipe's data, both splits of which hold text.
 
     Args:
@@ -120,7 +120,7 @@ def _filter(recipe: Resolved, texts: Read) -> tuple[Read, list[str]]:
     return filtered, marks
 
 
-def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source:
+def _of_files(recipe: Resolved, out: Path, log: Log) -> Source:
     public = public_data(recipe, out, log)
     paths, chosen = data_paths(recipe.data) or [], (recipe.include, recipe.exclude)
     listings = {"text": list_source(public.train if public else paths, DOCUMENTS, *chosen, out)}
@@ -168,7 +168,7 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
     return Source(name, fingerprint(*marks, *filter_marks), filtered, megabytes, public=public)
 
 
-def _tinyworld(recipe: Resolved, log: Callable[[str], None]) -> Source:
+def _tinyworld(recipe: Resolved, log: Log) -> Source:
     sizes = {"train": recipe.text.tinyworld_megabytes, "val": recipe.text.val_megabytes}
     sample = "".join(islice(corpus.documents(recipe.seed, 0.2, "train"), 200))  # changes with the generator
 
@@ -226,7 +226,7 @@ def first(texts: Iterator[str], megabytes: float) -> Iterator[str]:
             return
 
 
-def check_splits(name: str, documents: Callable[[str], Iterator[str]], log: Callable[[str], None]) -> None:
+def check_splits(name: str, documents: Callable[[str], Iterator[str]], log: Log) -> None:
     """Refuses an empty split, and warns of a validation text that is too small to measure anything."""
     for split in ("train", "val"):
         if not any(documents(split)):
@@ -271,7 +271,7 @@ def _size(text: str) -> int:
 def prepare(
     recipe: Resolved,
     out: Path,
-    log: Callable[[str], None],
+    log: Log,
     tokenizer: Tokenizer | None = None,
     workers: int = 1,
     start_workers: StartWorkers = on_processes,
@@ -321,14 +321,7 @@ def text_fingerprint(recipe: Resolved, out: Path, public: PublicData | None = No
 
 
 def open_data(
-    recipe: Resolved,
-    run_dir: RunDir,
-    origin: Origin,
-    log: Callable[[str], None],
-    stage: str,
-    *,
-    named: bool = False,
-    workers: int = 1,
+    recipe: Resolved, run_dir: RunDir, origin: Origin, log: Log, stage: str, *, named: bool = False, workers: int = 1
 ) -> Prepared:
     """Opens the tokenizer and the shards that a stage began with; shards that are gone are made again.
 
@@ -353,7 +346,7 @@ def open_data(
     return Prepared(tokenizer, train, val, {}, origin)
 
 
-def data_of_run(recipe: Resolved, run_dir: RunDir, log: Callable[[str], None], *stages: str) -> Prepared:
+def data_of_run(recipe: Resolved, run_dir: RunDir, log: Log, *stages: str) -> Prepared:
     """The run's text for evaluation: the shards that one of these stages (by default all) names, else its text."""
     for stage in stages or STAGES:
         origin = read_origin(run_dir.stage(stage))

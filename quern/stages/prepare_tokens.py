@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from quern.stages.tokenizers import named_tokenizer
 from quern.temporaries import naming
 from quern.terminal import Meter, counted
 from quern.text import repositories
+from quern.text.documents import Log
 from quern.text.readers import FORMATS, format_of
 from quern.text.sources import CODE, Listing, list_source
 from quern.text.tokenizer import Tokenizer
@@ -65,7 +66,7 @@ def _looks_like_tokens(file: Path) -> bool:
 
 
 def open_tokens(
-    recipe: Resolved, log: Callable[[str], None], tokenizer: Tokenizer | None, public: PublicData | None
+    recipe: Resolved, log: Log, tokenizer: Tokenizer | None, public: PublicData | None
 ) -> tuple[Tokenizer, Corpus, Corpus]:
     """Opens the recipe's token files. Returns (tokenizer, training corpus, validation corpus).
 
@@ -116,12 +117,7 @@ def _unnamed_tokenizer(recipe: Resolved, files: Sequence[Path]) -> str:
 
 
 def write_tokens(
-    splits: dict[str, Corpus],
-    tokenizer: Tokenizer,
-    folder: Path,
-    name: str,
-    form: BinFormat,
-    log: Callable[[str], None],
+    splits: dict[str, Corpus], tokenizer: Tokenizer, folder: Path, name: str, form: BinFormat, log: Log
 ) -> None:
     """Writes prepared tokens as files of another program (`write_bin`), with the tokenizer beside them."""
     total = sum(corpus.num_tokens for corpus in splits.values())

@@ -103,7 +103,7 @@ def for_comparison() -> dict[str, Tokenizer]:
     return found
 
 
-def train_tokenizer(recipe: Resolved, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:
+def train_tokenizer(recipe: Resolved, source: Source, out: Path, log: Log) -> Tokenizer:
     """The tokenizer for the source, trained unless it is there already."""
     text = recipe.text
     pattern = split_pattern(text.digits)

@@ -90,9 +90,7 @@ def chosen(study: Comparison, arm: str) -> float | None:
     return min(means, key=lambda value: means[value], default=None)
 
 
-def wanted(
-    study: Comparison, options: CompareOptions, values: Mapping[str, Sequence[float]], machine: str
-) -> list[Job]:
+def wanted(study: Comparison, options: CompareOptions, values: Mapping[str, list[float]], machine: str) -> list[Job]:
     """The jobs that the study lacks now; none once all ideas of this start are judged. values: values of the tuned
     field, by arm of this start, the baseline first; machine: this one, in a line."""
     lowest, ideas = min(map(int, study.plan.rungs)), list(values)[1:]

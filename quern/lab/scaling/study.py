@@ -23,7 +23,7 @@ from quern.lab.scaling.parametric import SurfaceFit, fit_surface
 from quern.lab.study import Study
 from quern.lab.trainer import Trainer
 from quern.model.count import flop_counter
-from quern.recipe import OPERATIONAL
+from quern.recipe import OPERATIONAL, Recipe
 from quern.records import read_json, read_lines
 from quern.resolve import resolve
 from quern.temporaries import write_whole
@@ -92,7 +92,7 @@ def run(
     else:
         study = Grid.register(options.folder, description)
         study.compare_facts(facts, log)
-        failed = _train(study, options, plan, trainer, log)
+        failed = _train(study, options.recipe, plan, trainer, log)
     body, lines = fit_study(plan, study.finished, options.resamples)
     write_whole(options.folder / FITS, json.dumps(body, indent=2, allow_nan=False) + "\n")
     if options.check and predicted:
@@ -102,9 +102,7 @@ def run(
     return 1 if failed else 0
 
 
-def _train(
-    study: Grid, options: ScalingOptions, plan: Plan, trainer: Trainer, log: Callable[[str], None]
-) -> list[Cell]:
+def _train(study: Grid, own: Recipe, plan: Plan, trainer: Trainer, log: Callable[[str], None]) -> list[Cell]:
     """Trains the cells that have no line yet. Returns those that failed."""
     failed: list[Cell] = []
 
@@ -122,7 +120,7 @@ def _train(
             def progress(step: int, seconds: float) -> None:
                 meter.at(100 * (before + cell.flops * step / cell.steps) / total, cell.name)
 
-            recipe, name = cell.recipe(options.recipe), f"{options.recipe.name}-{cell.size}"
+            recipe, name = cell.recipe(own), f"{own.name}-{cell.size}"
             try:
                 trial = trainer.train(recipe, name=name, seed=cell.seed, data_seed=cell.seed, on_step=progress)
             except (RuntimeError, MemoryError) as error:  # such as too little memory for this size: others may fit

@@ -23,6 +23,8 @@ from quern.parallel.sharding import Slice
 from quern.train.state import Counters, refuse_other_shapes
 from quern.train.step import Evaluator, StepResult, Told
 
+Tensors = Mapping[str, torch.Tensor | np.ndarray]  # by name
+
 
 class Processes(ProcessGroup):
     """JAX's processes. Values pass through its collectives."""
@@ -99,17 +101,12 @@ def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def known(tensors: Mapping[str, torch.Tensor | np.ndarray]) -> dict[str, torch.Tensor | np.ndarray]:
+def known(tensors: Tensors) -> Tensors:
     """Returns the tensors of a checkpoint without the random key that earlier versions saved and nothing read."""
     return {name: one for name, one in tensors.items() if name != "rng"}
 
 
-def arrays_of(
-    tensors: Mapping[str, torch.Tensor | np.ndarray],
-    like: Any,
-    devices: Devices,
-    name_of: Callable[[Any], str] = name_of,
-) -> Any:
+def arrays_of(tensors: Tensors, like: Any, devices: Devices, name_of: Callable[[Any], str] = name_of) -> Any:
     """Places whole tensors, by name, on a mesh, `like` a pytree of arrays or `jax.ShapeDtypeStruct`. Raises as
     `refuse_other_shapes`."""
     refuse_other_shapes({name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(like)}, tensors)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from quern.runs.origin import FILE, Origin, compare, read_origin, source_digest,
 from quern.runs.public_data import with_shards
 from quern.runs.run_dir import STAGES, RunDir
 from quern.runs.training import fit_to_text, make_batches, plan_of
-from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, known, name_of, processes
+from quern.stages.jax.backend import JaxBackend, JaxRun, Tensors, arrays_of, known, name_of, processes
 from quern.stages.prepare import Prepared, data_of_run, fit_vocabulary, own_megabytes
 from quern.stages.session import Opening, Stage, loss_and_speed
 from quern.temporaries import whole_file, write_whole
@@ -240,7 +240,7 @@ def to_torch(params: Params) -> dict[str, np.ndarray]:
     return {_torch_name(path): np.asarray(value, dtype=np.float32) for path, value in leaves}
 
 
-def from_torch(tensors: Mapping[str, torch.Tensor | np.ndarray], cfg: ResolvedModel, mesh: Mesh) -> Params:
+def from_torch(tensors: Tensors, cfg: ResolvedModel, mesh: Mesh) -> Params:
     """Converts arrays, by their names in the PyTorch model, into parameters on the mesh. Raises ValueError naming one
     that is missing, unknown or of another shape."""
     return arrays_of(tensors, layout(cfg, mesh), mesh, _torch_name)
