@@ -163,11 +163,9 @@ def slowest_kernels(step: Callable[[], object], on_gpu: bool, usual: float) -> I
 
 
 def _starts(setup: Setup) -> Iterator[Figure]:
-    """Trains a few steps in new processes. Cold and warm starts alternate; they are eager where nothing is compiled.
-
-    A start lasts from the start of the process to the end of its first step. Its memory is the most bytes that the
-    process held, for CUDA on its device.
-    """
+    """Trains a few steps in new processes. Cold and warm starts alternate; they are eager where nothing is compiled. A
+    start lasts until the end of the first step. Its memory is the most bytes that the process held, for CUDA on its
+    device."""
     kinds, memory = ("cold", "warm") if setup.machine.compile else ("eager",), 0
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(1 if setup.quick else STARTS):

@@ -126,7 +126,6 @@ def trainer_for(recipe: Recipe, out: Path, machine: Machine, log: Callable[[str]
 
 
 def _order(arm: Arm, out: Path, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """The order for a process that trains an arm."""
     body = {"name": arm.name, "recipe": arm.recipe.to_json(), "source": arm.source}
     return body | {"path": arm.path and str(arm.path), "out": str(out), "machine": dict(machine)}
 

@@ -77,7 +77,6 @@ class StudyOptions:
 
     @property
     def default(self) -> str:
-        """The study's name by default."""
         return "ladder"
 
 

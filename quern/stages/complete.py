@@ -55,10 +55,8 @@ def complete(
 
 
 def _in_order(events: Iterable[Event], samples: int) -> Iterator[tuple[int, str | Completion]]:
-    """Yields (sample, piece of its text), and (sample, its completion) at its end, in the order of the samples.
-
-    Samples are generated together: pieces of the first unfinished sample pass, and pieces of later samples wait.
-    """
+    """Yields (sample, piece of its text), and (sample, its completion) at its end, in the order of the samples, which
+    are generated together: pieces of the first unfinished sample pass, and pieces of later samples wait."""
     waiting = [deque[str | Completion]() for _ in range(samples + 1)]
     current = 0
     for event in events:

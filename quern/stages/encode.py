@@ -124,9 +124,7 @@ def encoded(
     start_workers: StartWorkers = on_processes,
 ) -> Generator[Encoded, None, None]:
     """Encodes documents in order, a unit of at least `unit_characters` at a time; with one worker, in this process.
-
-    Raises RuntimeError if a worker has died.
-    """
+    Raises RuntimeError if a worker has died."""
     units = _units(texts, unit_characters)
     first = list(islice(units, FEW_UNITS))
     if workers == 1 or len(first) < FEW_UNITS:

@@ -119,11 +119,8 @@ class Fitted(NamedTuple):
 
 
 def _fit(asked: Recipe, session: Session, began: Origin | None, check: Check) -> Fitted:
-    """Fills in what the user left open, prepares the text and builds the model.
-
-    The recipe is resolved before its text is prepared, and again where more is fitted: a size to the text of one's own,
-    the steps to the minutes.
-    """
+    """Fills in what the user left open, prepares the text and builds the model. The recipe is resolved before its text
+    is prepared, and again where more is fitted: a size to the text of one's own, the steps to the minutes."""
     machine, mesh, log, start = session.machine, session.mesh, session.log, session.start
     megabytes = None if began or start else own_megabytes(asked, session.run_dir.out)
     if megabytes is not None:
@@ -188,11 +185,9 @@ def _plan(recipe: Resolved, session: Session, prepared: Prepared, changed: Seque
 def _fit_minutes(
     asked: Recipe, recipe: Resolved, session: Session, began: Origin | None, model: LanguageModel, corpus: Corpus
 ) -> Recipe:
-    """Returns `asked` with a first plan of the steps and the batch that fit into its minutes (train/horizon.py).
-
-    A resumed run keeps its first plan. Otherwise a few steps are timed, which changes the model. Unless a batch was
-    asked for, it follows from the horizon, and the horizon from the batch and the speed: iterated until they agree.
-    """
+    """Returns `asked` with a first plan of the steps and the batch that fit into its minutes (train/horizon.py). A
+    resumed run keeps its first plan. Otherwise a few steps are timed, which changes the model. Unless a batch was asked
+    for, it follows from the horizon, and the horizon from the batch and the speed: iterated until they agree."""
     mesh = session.mesh
     assert recipe.train.minutes is not None
     if began is not None:

@@ -132,7 +132,6 @@ class Stage:
 
     @property
     def folder(self) -> Path:
-        """The stage's folder in the run."""
         return self.run_dir.stage(self.stage)
 
     def main_first(self) -> AbstractContextManager[None]:

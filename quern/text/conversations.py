@@ -124,10 +124,8 @@ LEFT_OUT = re.compile(r"^<.*>$|^\u200e|omitted$|weggelassen>?$")
 
 
 def of_whatsapp(text: str, person: str | None = None) -> list[list[Message]]:
-    """Converts WhatsApp's export of a chat: a conversation for each day. The model learns to write as `person`.
-
-    Raises ValueError if the text is no such export, or if the person is not named, or says nothing in it.
-    """
+    """Converts WhatsApp's export of a chat: a conversation for each day. The model learns to write as `person`. Raises
+    ValueError if the text is no such export, or if the person is not named, or says nothing in it."""
     days: dict[str, list[tuple[str, str]]] = {}
     day: list[tuple[str, str]] = []
     for line in text.splitlines():

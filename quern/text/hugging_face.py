@@ -118,6 +118,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.load(path)
 
 
+# The fields of tokenizer.json whose sizes matter.
 Id = Annotated[int, msgspec.Meta(ge=0, lt=2**24)]  # msgspec does not read annotated-types
 
 
@@ -135,9 +136,6 @@ class _Model(TypedDict):
 class _Body(TypedDict):
     model: _Model
     added_tokens: list[_Added]
-
-
-"""Fields of tokenizer.json whose sizes matter."""
 
 
 def read_tokenizer(body: Mapping[str, Any]) -> Tokenizer:
@@ -212,11 +210,8 @@ def _first_token(body: Mapping[str, Any], special: Mapping[str, int]) -> str:
 
 
 def _refuse_other_merges(tokenizer: Tokenizer, merges: Sequence[tuple[bytes, ...]], whole_words: bool) -> None:
-    """Refuses merges that lead to other ids than merging by the rank of the bytes.
-
-    Each token's own last pair must be listed, in the order of the ids. A token without such a pair, which merging never
-    forms, must count as a whole word.
-    """
+    """Refuses merges that lead to other ids than merging by the rank of the bytes. Each token's own last pair must be
+    listed, in the order of the ids. A token that merging never forms has none, and must count as a whole word."""
     ranks = {token: rank for rank, token in enumerate(tokenizer.merges)}
     order = [ranks.get(b"".join(pair), -1) for pair in merges]
     derived = merge_pairs(tokenizer)

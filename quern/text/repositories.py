@@ -184,7 +184,6 @@ def _of(splits: Mapping[str, tuple[str, ...]], split: str) -> tuple[str, ...]:
 
 
 def _splits(repository: Repository, name: HubName, split: str) -> dict[str, tuple[str, ...]]:
-    """The files of each split of the config."""
     readable = _readable(repository, name)
     try:
         typed(repository.configs, Sequence[_Config])

@@ -219,7 +219,6 @@ class StudyRecords:
 
     @property
     def kind(self) -> str:
-        """The kind of study, for readers."""
         named = {"cells.jsonl": "IsoFLOP grid", "sweep.jsonl": "Sweep"}
         return named.get(self._trials.path.name, "Ladder" if self.registered.get("ladder") else "Study")
 

@@ -317,7 +317,6 @@ def _measured(value: float, digits: int = 4) -> str:
 
 
 def interval(finding: Finding) -> str:
-    """Returns the interval of a finding."""
     return f"[{', '.join(map(signed, finding.interval))}]"
 
 

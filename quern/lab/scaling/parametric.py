@@ -87,10 +87,8 @@ class SurfaceFit:
 
 
 def _optimum(theta: Array, flops: float, kappa: float, gamma: float) -> dict[str, Array]:
-    """Logarithms of the optimum under C = κ N^γ D, which for γ = 1 is equation 4 of arXiv 2203.15556.
-
-    theta: (S, 5): ln E, ln A, ln B, α, β.
-    """
+    """Logarithms of the optimum under C = κ N^γ D, which for γ = 1 is equation 4 of arXiv 2203.15556. theta: (S, 5), in
+    the order of `SurfaceFit.samples`."""
     e, a, b, alpha, beta = theta.T
     budget = np.log(flops / kappa)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -65,10 +65,8 @@ TRAIN_WORDS = tuple(word for word in WORDS if word not in HELD_OUT_WORDS + PRACT
 
 @dataclass(frozen=True)
 class Exercise:
-    """A question, its answer, and a reply. `call` is the expression that the reply sends to the calculator.
-
-    `chance` is the accuracy of the best blind guess.
-    """
+    """A question, its answer, and a reply. call: the expression that the reply sends to the calculator; chance: the
+    accuracy of the best blind guess."""
 
     kind: str
     question: str
