@@ -1,4 +1,4 @@
-"""An embedding of each pair of tokens before every block, with rows that decay: `model.bigrams`, a default.
+"""An embedding of each pair of tokens before every block, with rows that decay: `model.bigrams`.
 
 Hypothesis: a pair's row forgets between two of its uses, so that the table keeps pairs that are frequent; without decay
 it learns by heart a text that is read several times (bigram_early.py).

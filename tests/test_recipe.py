@@ -200,7 +200,7 @@ def test_what_is_set_is_kept() -> None:
         for field in fields(kind):
             if getattr(getattr(BASE, part), field.name) is None and field.name != "depth":
                 own = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1, "norm_eps": 0.1, "batch_exponent": 0.4}
-                own |= {"key_offset": False, "bigrams": True, "warmdown_share": 0.5}
+                own |= {"key_offset": False, "warmdown_share": 0.5}
                 own |= {"separator": "</s>", "tokenizer": "t.json", "tests": "tests/"}
                 value = own.get(field.name, 1024)
                 resolved = resolve(changed(part, field.name, value))

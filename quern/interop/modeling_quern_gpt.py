@@ -29,7 +29,7 @@ GATE_CHANNELS, GATE_RANGE = 12, 3.0
 SMEAR_CHANNELS = 24
 """Channels that the gate of the smear reads."""
 BIGRAM_FACTORS = (36_313, 27_191)
-"""Of a token and the one before it, in the hash of a bigram."""
+"""Factors of a token and of the one before it in the hash of a bigram."""
 
 
 class GPTAttention(nn.Module):

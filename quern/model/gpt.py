@@ -105,7 +105,7 @@ UP_SHARE = 0.4
 BIGRAM_ROWS = 5
 """Rows of the table of bigrams for each token of the vocabulary, as in modded-nanogpt."""
 BIGRAM_FACTORS = (36_313, 27_191)
-"""Of a token and the one before it, in the hash of a bigram (modded-nanogpt)."""
+"""Factors of a token and of the one before it in the hash of a bigram (modded-nanogpt)."""
 
 
 class GPTBlock(nn.Module):

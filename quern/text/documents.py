@@ -200,8 +200,8 @@ def _convert(value: Any, convert: Callable[[Any], Found], path: Path, record: in
     try:
         return convert(value)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        fault = f"a part of it has another type ({error})"
-        fault = f"the key {error} is missing" if isinstance(error, KeyError) else fault
+        missing, typed = f"the key {error} is missing", f"a part of it has another type ({error})"
+        fault = missing if isinstance(error, KeyError) else typed
         odd = Malformed(f"{place(path, record)}: {refusal}{error if isinstance(error, ValueError) else fault}")
         odd.__cause__ = error
         return odd

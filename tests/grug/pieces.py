@@ -26,10 +26,11 @@ from quern.grug.mesh import BATCH, place, use_device
 from quern.grug.model import Params, forward, layout, logits
 from quern.grug.optim import adamw
 from quern.grug.state import Grug, JaxTrainState, device_batch, init_state, step_config, train_step
-from quern.model.count import FlopCounter
+from quern.model.count import FlopCounter, parameters
 from quern.optim.constants import AdamWGroup
 from quern.optim.schedule import Multipliers
 from quern.recipe import Resolved, ResolvedModel
+from quern.stages.jax import train
 from quern.stages.jax.backend import arrays_of
 from quern.stages.jax.train import core_of, from_torch, to_torch
 from quern.train import checkpoint, manifest
@@ -271,6 +272,12 @@ def check_jax_does_not_compute_elsewhere_in_silence() -> None:
 
 def check_the_timed_model_is_that_of_the_benchmarks() -> None:
     assert replace(gauntlet.REFERENCE, bos=None) == ResolvedModel(**vars(reference(False, 0).model))
+
+
+def check_parameters_are_counted_as_in_pytorch() -> None:
+    recipe = recipe_of(bigrams=True)
+    with jax.set_mesh(mesh_of("one")):
+        assert train.count(step_config(recipe, "float32")) == parameters(recipe)
 
 
 def check_a_broken_experiment_is_noticed() -> None:

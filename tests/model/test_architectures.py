@@ -72,10 +72,9 @@ def initial_values() -> Iterator[tuple[LanguageModel, dict[str, Any]]]:
     ends = {"out.weight": 0.0, "down.weight": 0.0}
     scales = {"smear_scale": [0.0], "backout_scale": [0.2], "x0_scales": [0.2, 0.15, 0.1, 0.05]}
     scales["residual_scales"] = [1.15, 1.15 - 0.1 / 3, 1.15 - 0.2 / 3, 1.05]
-    scales |= {"bigram_scales": [0.1] * 4}
-    ends["bigrams.weight"] = 0.0
+    ends["bigrams.weight"], scales["bigram_scales"] = 0.0, [0.1] * 4
     matrices = {"gate.weight": (0.0, 0.02), "up.weight": within(0.4 * root), "": within(root)}
-    shape = resolve(replace(RECIPE, depth=4, model=replace(RECIPE.model, width=width))).model
+    shape = resolve(replace(RECIPE, depth=4, model=replace(RECIPE.model, width=width, bigrams=True))).model
     yield GPT(shape), ends | scales | {"embedding.weight": 0.8, "head.weight": 0.001} | matrices
     scales = {"residual_scales": [1, 0], "value_scales": [0.5, 0.5], "skip_scales": [1, 1, 1]}
     tables = {"embedding.weight": 1.0, **{f"embeddings.{number}.weight": 1.0 for number in range(3)}}

@@ -66,6 +66,15 @@ def test_rates_follow_batch_and_width() -> None:
     assert groups["x0_scales"].rule == AdamW((0.96, 0.95), 1e-10, 0.0)
 
 
+@pytest.mark.parametrize(("scale", "decay"), [(4.0, 0.16), (20.0, 0.1 / 0.225)])
+def test_bigrams_decay_four_times_as_fast_as_value_embeddings_up_to_a_tenth_in_a_step(
+    scale: float, decay: float
+) -> None:
+    optim = OptimRecipe(lr_scale=0.5, table_decay_scale=scale, width_scale=3.0)
+    rule, lr, _ = table(Resolved.of(resolve(RECIPE), optim=optim))["bigrams"]
+    assert isinstance(rule, AdamW) and (lr, rule.weight_decay) == pytest.approx((0.225, decay))
+
+
 NEW = Parameter(torch.ones(1))
 
 

@@ -28,11 +28,11 @@ from tests.support.toy_training import CPU
 CONTEXT, ROWS = 13, 12
 
 
-def recipe(architecture: str, **model: Any) -> Resolved:
+def recipe(architecture: str) -> Resolved:
     """Twelve rows, so that 2, 3 and 4 replicas have equal shares, each in two unequal micro-batches."""
     kv_heads = 8 if architecture == "unet" else 4
     shape = ModelRecipe(
-        width=64, head_dim=8, heads=8, kv_heads=kv_heads, context=CONTEXT, vocab_size=1001, bos=0, windows="L", **model
+        width=64, head_dim=8, heads=8, kv_heads=kv_heads, context=CONTEXT, vocab_size=1001, bos=0, windows="L"
     )
     train = TrainRecipe(steps=4, batch_tokens=ROWS * CONTEXT, micro_batch_tokens=2 * CONTEXT)
     return Resolved.of(resolve(replace(RECIPES[architecture], depth=4, model=shape, train=train)))
@@ -43,11 +43,11 @@ def small_cuts() -> None:
     buckets.SMALL_ELEMENTS, buckets.LEAST_ELEMENTS = 2000, 10_000
 
 
-def stepping(mesh: Mesh, architecture: str, **model: Any) -> tuple[TrainState, Callable[[], object]]:
+def stepping(mesh: Mesh, architecture: str) -> tuple[TrainState, Callable[[], object]]:
     """A model with its optimizer, and a function that makes a step on random tokens."""
-    made = recipe(architecture, **model)
-    sharded = shard_model(build_model(made, CPU, 0), mesh)
-    state = build_state(made, CPU, sharded, mesh)
+    made = recipe(architecture)
+    model = shard_model(build_model(made, CPU, 0), mesh)
+    state = build_state(made, CPU, model, mesh)
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(1, 1001, (2, ROWS, CONTEXT), generator=generator, dtype=torch.int32).numpy()
     batch = Batch(*(array[mesh.data.rank :: mesh.data.size] for array in (tokens, targets, targets > 0)))
@@ -69,8 +69,7 @@ def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
     """For three steps, how many buckets were sent after the first, second… gradient of the last backward pass."""
     compiler.set_eager(True)
     small_cuts()
-    small = {"bigrams": False} if architecture == "gpt" else {}  # a table of most parameters makes buckets few
-    state, step = stepping(mesh, architecture, **small)
+    state, step = stepping(mesh, architecture)
     parameters, left, found, calls = list(state.model.parameters()), [], [], []
     send = mesh.data.reduce_scatter
     mesh.data.reduce_scatter = lambda out, whole: calls.append(out) or send(out, whole)

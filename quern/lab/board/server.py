@@ -163,8 +163,12 @@ def _shown(name: str, entry: Entry, constant: dict[str, Any]) -> dict[str, Any]:
 
 MAX_BODY_BYTES = 4 << 20
 WEB = Path(__file__).parent / "web"
-TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-TYPES = {ending: f"{kind}; charset=utf-8" for ending, kind in TYPES.items()} | {"svg": "image/svg+xml"}
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 FILES = "board.css board.js curves.js plot.js state.js tables.js views.js icon.svg vendor/uPlot.js vendor/uPlot.css"
 PAGE = {"/": "index.html", **{f"/{name}": name for name in FILES.split()}}  # path → file below `WEB`
 SECURITY_HEADERS = {
