@@ -3,8 +3,7 @@
 A group is consecutive documents (docs/data.md, "The order of documents"). An epoch permutes the pieces (packing.py) of
 each group by (seed, epoch, group), cuts the permutation into chunks, packs each chunk into rows, and shuffles its rows.
 The rows of all epochs form one endless sequence; step s reads rows s·batch_rows to (s + 1)·batch_rows - 1, and rank r
-of N every N-th of them. Resuming needs no state beside the number of rows of each chunk, which is kept in a file
-(docs/data.md) or found again by packing.
+of N every N-th of them. Resuming needs no state: the number of rows of each chunk before is found again by packing.
 
 Best-fit keeps the tail of a piece that it cuts, so an epoch shows every token once; with masks it does not, because a
 tail may have no target. Then a BOS in mid-document is no target, nor is a BOS after a part of a document that continues
@@ -14,23 +13,15 @@ row has a target, and so has every batch and micro-batch of every rank.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import sys
-import warnings
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
-from quern.data import batch, packing, shards
 from quern.data.batch import Batch
 from quern.data.packing import Packer, Packing, make_pieces, pack, stream
 from quern.data.shards import Corpus
-from quern.data.token_file import fingerprint
-from quern.temporaries import whole_file
 from quern.terminal import Meter, counted
 
 GROUP_SIZE = 2_000_000_000
@@ -39,8 +30,6 @@ DOCUMENT_SIZE = 1000
 """A document adds so much to the size of its group beside its tokens, since it takes memory however short it is."""
 CHUNKS_KEPT = 3  # a batch rarely reads more than two; the third is for a second reader, such as prefetch
 GROUPS_KEPT = 2  # a batch may span two
-SAVE_EVERY = 16
-"""Chunks between two versions of the file of row counts: about a second of packing."""
 
 
 @dataclass(frozen=True)
@@ -53,49 +42,6 @@ class _Chunk:
     broken: np.ndarray  # whether it ends in mid-document
     order: np.ndarray  # the rows, shuffled
     heads: int  # pieces that begin a document
-
-
-class _RowCounts:
-    """The chunks that were packed, in reading order, which find the chunk of any row. They are kept in a file, which
-    several processes may write.
-
-    chunks: (turn of its group, number in the group, rows of all chunks to its end) of each.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path, self.chunks = path, _read_counts(path)
-
-    @property
-    def total(self) -> int:
-        """Rows of all chunks that are known."""
-        return self.chunks[-1][2] if self.chunks else 0
-
-    def find(self, row: int) -> tuple[int, int, int, int]:
-        """The chunk of a row below `total`: its turn, its number in the group, its first row, and its end."""
-        at = bisect_right(self.chunks, row, key=lambda chunk: chunk[2])
-        turn, part, end = self.chunks[at]
-        return turn, part, self.chunks[at - 1][2] if at else 0, end
-
-    def append(self, turn: int, part: int, rows: int) -> None:
-        """Adds the next chunk."""
-        self.chunks.append((turn, part, self.total + rows))
-        if self.path is None or len(self.chunks) % SAVE_EVERY:
-            return
-        body = np.array(self.chunks, dtype="<i8").tobytes()
-        try:
-            if len(_read_counts(self.path)) < len(self.chunks):  # other ranks write it too
-                with whole_file(self.path) as temporary:
-                    temporary.write_bytes(hashlib.sha256(body).digest() + body)
-        except OSError as error:
-            warnings.warn(f"{self.path} cannot be written ({error}): a resumed run packs its text again", stacklevel=2)
-            self.path = None
-
-
-def _read_counts(path: Path | None) -> list[tuple[int, int, int]]:
-    """The chunks in a file; none if it is missing or not whole."""
-    raw = path.read_bytes() if path is not None and path.is_file() else b""
-    whole = hashlib.sha256(raw[32:]).digest() == raw[:32]
-    return [*map(tuple, np.frombuffer(raw[32:], dtype="<i8").reshape(-1, 3).tolist())] if whole else []
 
 
 class Loader:
@@ -154,7 +100,10 @@ class Loader:
                 f"{self._row_tokens:,} tokens ({long:,} are longer than that and too_long is "
                 f"{too_long!r}); lengthen the context or check the masks"
             )
-        self._first, self._counts = first, _RowCounts(self._counts_path())
+        self._first = first
+        self._chunks: list[tuple[int, int, int]] = []
+        """The chunks that were packed, in reading order: the turn of the group, the number in it, and the rows of all
+        chunks to the end of this one."""
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """Rows rank, rank + ranks, … of the global batch of `step`."""
@@ -180,8 +129,7 @@ class Loader:
         """Rows of the first epoch. Packs it."""
         while self._next_chunk()[0] < self._groups:
             self._append_chunk()
-        chunks = self._counts.chunks
-        return chunks[bisect_left(chunks, (self._groups,)) - 1][2]
+        return self._chunks[bisect_left(self._chunks, (self._groups,)) - 1][2]
 
     def report(self) -> dict[str, float]:
         """Measures the first group of the first epoch; a corpus of up to `group_size` is one group.
@@ -213,24 +161,26 @@ class Loader:
 
     def _find(self, row: int, silent: bool) -> tuple[_Chunk, int, int]:
         """The chunk of a row (an index over all epochs), its first row, and its end. silent: as `Meter`."""
-        if self._counts.total <= row:
+        if self._packed_rows <= row:
             with Meter("packing the text before this step", row, "rows", silent) as meter:
-                while self._counts.total <= row:
-                    meter.at(self._counts.total)
+                while self._packed_rows <= row:
+                    meter.at(self._packed_rows)
                     self._append_chunk()
-        turn, part, first, end = self._counts.find(row)
-        chunk = self._chunk(turn, part)
-        if len(chunk.order) != end - first:
-            raise ValueError(f"{self._counts.path} was made from other rows: remove it")
-        return chunk, first, end
+        at = bisect_right(self._chunks, row, key=lambda chunk: chunk[2])
+        turn, part, end = self._chunks[at]
+        return self._chunk(turn, part), self._chunks[at - 1][2] if at else 0, end
+
+    @property
+    def _packed_rows(self) -> int:
+        return self._chunks[-1][2] if self._chunks else 0
 
     def _append_chunk(self) -> None:
         turn, part = self._next_chunk()
-        self._counts.append(turn, part, len(self._chunk(turn, part).order))
+        self._chunks.append((turn, part, self._packed_rows + len(self._chunk(turn, part).order)))
 
     def _next_chunk(self) -> tuple[int, int]:
-        """The first chunk that is not counted: the turn of its group (see `_group_of`), and its number in the group."""
-        turn, part = self._counts.chunks[-1][:2] if self._counts.chunks else (0, -1)
+        """The first chunk that is not packed: the turn of its group (see `_group_of`), and its number in the group."""
+        turn, part = self._chunks[-1][:2] if self._chunks else (0, -1)
         part += 1
         while part >= len(self._bounds(turn)) - 1:
             turn, part = turn + 1, 0
@@ -287,28 +237,6 @@ class Loader:
             order=self._numbers(epoch, 1 + part, group).permutation(packing.rows),
             heads=heads,
         )
-
-    def _counts_path(self) -> Path | None:
-        """The file of the row counts; its name changes with all that they depend on, the code included."""
-        if self.corpus.cache is None or not isinstance(self.packing, str):
-            return None
-        kinds = [kind.__module__ for kind in type(self).__mro__ if issubclass(kind, Loader)]  # may override anything
-        modules = [sys.modules[name] for name in dict.fromkeys([__name__, batch.__name__, *kinds])]
-        try:
-            code = [inspect.getsource(module) for module in (*modules, packing, shards)]
-        except (OSError, TypeError):  # a class without a file, as in a notebook
-            return None
-        marks = [
-            type(self).__qualname__,
-            self.packing,
-            self.too_long,
-            self.seed,
-            self.context,
-            self.buffer,
-            self.chunk_documents,
-        ]
-        marks += [self.group_size, self.corpus.fingerprint, np.__version__, *code]
-        return self.corpus.cache / f"{fingerprint(*map(str, marks))[:32]}.rows"
 
     def _fill(self, chunk: _Chunk, rows: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:
         """Copies rows (indices into chunk.order) to `tokens` and `mask`, (rows, row_tokens), contiguous."""

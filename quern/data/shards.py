@@ -80,23 +80,14 @@ class Corpus:
 
     Args:
         bos: The id that every document starts with.
-        fingerprint, cache: The fingerprint of whole shards, and a folder where a loader may keep what it found out
-            about them.
         spans: The documents of the parts that the corpus has, in their order; None for all.
     """
 
     resident_bytes = 1 << 30
     """Most bytes of mapped files that stay in memory (an upper estimate)."""
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        bos: int,
-        fingerprint: str | None = None,
-        cache: Path | None = None,
-        spans: Spans | None = None,
-    ) -> None:
-        self.parts, self.bos, self.fingerprint, self.cache = parts, bos, fingerprint, cache
+    def __init__(self, parts: Sequence[Part], bos: int, spans: Spans | None = None) -> None:
+        self.parts, self.bos = parts, bos
         self.masked = all(part.masked for part in parts)
         self.skipped_tokens = sum(part.skipped for part in parts)
         self._chosen = spans
@@ -126,7 +117,7 @@ class Corpus:
         for part in parts[: np.searchsorted(before, VERIFIED_BYTES)]:
             part.starts()
             part.read()
-        return cls(parts, entry["bos"], manifest["fingerprint"], folder / f"{split}-rows")
+        return cls(parts, entry["bos"])
 
     @classmethod
     def join(cls, corpora: Sequence[Corpus]) -> Corpus:

@@ -3,20 +3,16 @@ an epoch holds every token of the corpus once, however long the documents. Each 
 whole, and for one that is shuffled in groups.
 """
 
-import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-from quern.data import batch, packing, shards
-from quern.data import loader as loader_module
-from quern.data.loader import DOCUMENT_SIZE, SAVE_EVERY, Batch, Loader
+from quern.data.loader import DOCUMENT_SIZE, Batch, Loader
 from quern.data.packing import METHODS
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
@@ -131,76 +127,6 @@ def test_shard_files(tmp_path: Path, law, group_size):
         loader = Loader(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED, group_size=group_size)
         differ += sum(token_hash(loader, step) != token_hash(expected, step) for step in range(STEPS))
     law("batches from one shard, many shards and memory", differ, unit="hashes equal")
-
-
-class Counting(Loader):
-    """Counts the chunks that it packs."""
-
-    packed, chunk_documents, buffer = 0, 4, 20
-
-    def _make_chunk(self, turn: int, part: int):
-        self.packed += 1
-        return super()._make_chunk(turn, part)
-
-
-def kept_counts_deviation(make: Callable[[], Counting], every: int = 3) -> tuple[int, int]:
-    """Entries that differ after steps were resumed with the row counts that are on disk, and most chunks packed."""
-    uninterrupted, most = make(), 0
-    expected = [uninterrupted.batch(step) for step in range(STEPS)]
-    total = 0
-    for step in range(0, STEPS, every):
-        fresh = make()
-        total += differing(fresh.batch(step), expected[step])
-        most = max(most, fresh.packed)
-    return total, most
-
-
-@pytest.mark.parametrize("group_size", [None, GROUP])
-def test_resume_with_row_counts(tmp_path: Path, law, group_size):
-    """A resumed loader packs the chunks of its batch and those since the counts were last written, and no others."""
-    folder = write(tmp_path, documents())
-
-    def make() -> Counting:
-        return Counting(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED, group_size=group_size)
-
-    deviation, most = kept_counts_deviation(make)
-    (kept,) = (folder / "train-rows").iterdir()
-    whole = kept.read_bytes()
-    assert deviation == 0 and most < SAVE_EVERY + 12 < (len(whole) - 32) // 24
-    for damaged in (whole[:-24], b"", whole[:-1] + bytes([whole[-1] ^ 1]), whole[:32]):
-        kept.write_bytes(damaged)
-        found, _ = kept_counts_deviation(make)
-        deviation += found
-        assert kept.read_bytes() == whole, "counts that are not whole are found and written again"
-    name = "the loader resumed at any step with the row counts on disk, damaged ones included"
-    law(name, deviation, unit="bit for bit")
-
-
-def test_row_counts_of_other_batches_are_not_used(tmp_path: Path):
-    class ShortFirst(Loader):
-        def _make_permutation(self, turn: int) -> np.ndarray:
-            pieces = self._pieces(self._group_of(turn)[1])
-            return np.argsort(pieces.lengths[pieces.document], kind="stable")
-
-    folder, docs = write(tmp_path, documents()), documents()
-    others = [{"seed": SEED + 1}, {"context": CONTEXT + 1}, {"packing": "greedy-pad"}, {"too_long": "crop"}]
-    others += [{"buffer": 5}, {"chunk_documents": 5}, {"group_size": GROUP}, {"kind": ShortFirst}]
-    for other in ({}, *others):
-        chosen = {"context": CONTEXT, "batch_rows": BATCH_ROWS, "seed": SEED, **other}
-        kind = sized(chosen.pop("chunk_documents", 4), chosen.pop("buffer", 20), chosen.pop("kind", Loader))
-        expected = kind(memory_corpus(docs), **chosen)
-        loader = kind(Corpus.open(folder, "train"), **chosen)
-        assert all(token_hash(loader, step) == token_hash(expected, step) for step in range(20)), other
-    assert len(list((folder / "train-rows").iterdir())) == 1 + len(others)
-
-
-@pytest.mark.parametrize("module", [loader_module, batch, packing, shards])
-def test_row_counts_of_other_code_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType):
-    folder, source = write(tmp_path, documents()), inspect.getsource
-    for change in ("", "# a change"):
-        monkeypatch.setattr(inspect, "getsource", lambda one, more=change: source(one) + more * (one is module))
-        Counting(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED).batch(STEPS)
-    assert len(list((folder / "train-rows").iterdir())) == 2
 
 
 def test_groups_come_in_order_once_and_then_in_another_order():

@@ -10,7 +10,7 @@ def epoch_of(loader: Loader, step: int) -> int:
     """The epoch of the first row of a step."""
     first = step * loader.batch_rows
     loader._find(first, silent=True)
-    return loader._group_of(loader._counts.find(first)[0])[0]
+    return loader._group_of(next(turn for turn, _, end in loader._chunks if first < end))[0]
 
 
 def sized(chunk_documents: int, buffer: int = 1000, kind: type[Loader] = Loader) -> type[Loader]:

@@ -103,7 +103,6 @@ def kinds(folder: Path) -> list[Kind]:
         (f"{step}/manifest.json", [COMPLETE, RESUME]),
         (f"{step}/{tensors}", [COMPLETE, RESUME]),
         *((f"{data}/{name}", [RESUME]) for name in ("manifest.json", "train-00000.bin", "train-00000.starts.npy")),
-        *((str(path.relative_to(folder)), [RESUME]) for path in folder.glob("out/data/*/train-rows/*")),
         ("out/data/digests.json", [["prepare", *TRAIN[:2], "--text.vocab-size", "320", "--workers", "1"]]),
         *((f"hf/{name}", [IMPORT]) for name in ("config.json", "tokenizer.json", "model.safetensors")),
         ("split/model.safetensors.index.json", [["import", "split", "--run", "new"]]),
