@@ -86,7 +86,6 @@ class Loader:
         self.packing, self.too_long = packing, "crop" if self._streams else too_long
         self._row_tokens = context + 1
         self._keeps_tails = self.too_long == "split" and not corpus.masked
-        self._group_order = lru_cache(2)(self._make_group_order)
         self._pieces = lru_cache(GROUPS_KEPT)(
             lambda group: make_pieces(corpus, *self._documents(group), context, self.too_long)
         )
@@ -202,11 +201,7 @@ class Loader:
     def _group_of(self, turn: int) -> tuple[int, int]:
         """(epoch, group) of the group that is read at a turn; turns count over all epochs."""
         epoch, place = divmod(turn, self._groups)
-        return epoch, int(self._group_order(epoch)[place])
-
-    def _make_group_order(self, epoch: int) -> np.ndarray:
-        order = np.arange(self._groups)
-        return self._numbers(epoch, 0, self._groups).permutation(order) if epoch else order
+        return epoch, int(self._numbers(epoch, 0, self._groups).permutation(self._groups)[place]) if epoch else place
 
     def _numbers(self, epoch: int, use: int, group: int = 0) -> np.random.Generator:
         """A generator for one use in one group of one epoch; the number after the last group's is for their order."""
