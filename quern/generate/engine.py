@@ -109,7 +109,7 @@ class Engine:
                         return
                     self.step()
             finally:
-                generation.cancel()
+                generation.cancelled = True
 
         return produced()
 
@@ -216,7 +216,7 @@ class Engine:
         """Cancels all generations and forgets their rows."""
         reading = [row for entry in self._wave for row in entry.rows]
         for row in (*self.waiting, *reading, *self.batch.rows):
-            row.generation.cancel()
+            row.generation.cancelled = True
         self.waiting.clear()
         self._wave, self._wave_cache = [], None
         self.batch.leave(self.batch.taken)

@@ -82,17 +82,13 @@ class Event(NamedTuple):
     value: Delta | Token | Completion
 
 
+@dataclass(eq=False)
 class Generation:
-    """Rows that were submitted together. `events` holds what they have produced and nobody has taken yet."""
+    """Rows that were submitted together."""
 
-    def __init__(self, rows: int) -> None:
-        self.events: deque[Event] = deque()
-        self.unfinished = rows
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        """The rows leave at the next step, without further events."""
-        self.cancelled = True
+    unfinished: int  # rows
+    cancelled: bool = False  # the rows leave at the next step, without further events
+    events: deque[Event] = field(default_factory=deque[Event])  # what they have produced and nobody has taken yet
 
 
 class Reply:

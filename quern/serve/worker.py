@@ -50,7 +50,7 @@ class Job:
         """The request leaves the batch at its next token. Harmless after its end. In the event loop or the worker."""
         self.cancelled = True
         if self.generation is not None:
-            self.generation.cancel()
+            self.generation.cancelled = True
 
     def _expire(self, seconds: float) -> None:
         self.cancel()

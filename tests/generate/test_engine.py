@@ -131,15 +131,15 @@ def test_a_cancelled_prompt_is_read_no_further() -> None:
     long = {"bias": {TOKENIZER.special("<|assistant_end|>"): -100.0}, "max_tokens": 20}
     engine.events([[BOS, 65]], **long)
     engine.step(16)
-    cancelled = engine.submit([[BOS] * 40], **long)
+    left = engine.submit([[BOS] * 40], **long)
     engine.step(16)
     assert engine.running == 2
-    cancelled.cancel()
+    left.cancelled = True
     engine.step(16)
     assert engine.running == 1
     after = engine.submit([[BOS, 66]], max_tokens=1)
     engine.step(16)
-    assert not cancelled.events and not after.unfinished
+    assert not left.events and not after.unfinished
 
 
 def test_a_request_of_many_rows_leaves_seats_for_others() -> None:

@@ -88,7 +88,7 @@ def run(engine: Engine, asked: list[Request], most: int | None) -> None:
             if request.at == step:
                 request.generation = engine.submit([request.prompt], **request.options)
             if request.cancelled_at == step and request.generation is not None:
-                request.generation.cancel()
+                request.generation.cancelled = True
         engine.step(most)
         for number, request in enumerate([*asked, *turns]):
             while request.generation is not None and request.generation.events:
@@ -145,12 +145,12 @@ def test_cancelled_rows_free_their_seats_at_once() -> None:
     for _ in range(3):
         engine.step()
     assert engine.running == 2 and len(engine.waiting) == 1 and not waiting.events
-    running[0].cancel()
+    running[0].cancelled = True
     engine.step()
     assert engine.running == 2 and not engine.waiting
     events = len(running[0].events)
-    running[1].cancel()
-    waiting.cancel()
+    running[1].cancelled = True
+    waiting.cancelled = True
     engine.step()
     assert engine.running == 0 and len(running[0].events) == events
 
