@@ -13,7 +13,7 @@ from contextlib import suppress
 from glob import glob
 from os.path import expanduser
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from rich.cells import cell_len
 
@@ -30,15 +30,9 @@ Read = Callable[[str], str]
 """Shows a prompt if there is a terminal, and returns the next line. Raises EOFError at the end of the input."""
 
 
-class Entry(NamedTuple):
-    """quoted: the text was between triple quotes."""
-
-    text: str
-    quoted: bool = False
-
-
-def next_entry(read: Read) -> Entry:
-    """Reads one entry. The end of the input completes an unfinished entry; before an entry it raises EOFError."""
+def next_entry(read: Read) -> tuple[str, bool]:
+    """Reads one entry. Returns its text, and whether that was between triple quotes. The end of the input completes an
+    unfinished entry; before an entry it raises EOFError."""
     lines = [read(PROMPT)]
     quoted = lines[0].lstrip().startswith(QUOTES)
     if quoted:
@@ -49,10 +43,10 @@ def next_entry(read: Read) -> Entry:
                 lines[-1] = lines[-1].removesuffix("\\")
             lines.append(read(MORE))
     if not quoted:
-        return Entry("\n".join(lines))
+        return "\n".join(lines), False
     if lines[-1].rstrip().endswith(QUOTES):  # and not the end of the input
         lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
-    return Entry("\n".join(lines).removeprefix("\n").removesuffix("\n"), quoted=True)
+    return "\n".join(lines).removeprefix("\n").removesuffix("\n"), True
 
 
 def of_pipe(stdin: TextIO | None) -> Read:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.chat.lines import HISTORY_LINES, Entry, Screen, Terminal, next_entry, of_pipe, recall, remember
+from quern.chat.lines import HISTORY_LINES, Screen, Terminal, next_entry, of_pipe, recall, remember
 from quern.runs.run_dir import RunDir
 from tests.support.exported import toy_recipe, write_run
 
@@ -91,7 +91,7 @@ def test_tab_completes_commands_and_names_of_files(tmp_path: Path) -> None:
     assert terminal.completions(f"/load {tmp_path}/t") == files and terminal.completions("Who is /load t") == []
 
 
-def entries(text: str) -> list[Entry]:
+def entries(text: str) -> list[tuple[str, bool]]:
     read, found = of_pipe(io.TextIOWrapper(io.BytesIO(text.encode()))), []
     with contextlib.suppress(EOFError):
         while True:
@@ -102,20 +102,20 @@ def entries(text: str) -> list[Entry]:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a\r\nb", [Entry("a"), Entry("b")]),
-        ("\ufeff/help\na", [Entry("/help"), Entry("a")]),
-        ("a\n\nb\n", [Entry("a"), Entry(""), Entry("b")]),
-        ("a \\\n  b\\\nc\nd\n", [Entry("a \n  b\nc"), Entry("d")]),
-        ("a\\ \nb\\", [Entry("a\\ "), Entry("b")]),
-        ('"""\na\n\n/b\\\n"""\nc\n', [Entry("a\n\n/b\\", quoted=True), Entry("c")]),
-        ('"""a"""\n"""b\nc""" \n', [Entry("a", quoted=True), Entry("b\nc", quoted=True)]),
-        ('""""""\n', [Entry("", quoted=True)]),
-        ('"""a\nb', [Entry("a\nb", quoted=True)]),
-        ('a """\nb\n', [Entry('a """'), Entry("b")]),
-        ("Grüße 你好 😀\n", [Entry("Grüße 你好 😀")]),
+        ("a\r\nb", [("a", False), ("b", False)]),
+        ("\ufeff/help\na", [("/help", False), ("a", False)]),
+        ("a\n\nb\n", [("a", False), ("", False), ("b", False)]),
+        ("a \\\n  b\\\nc\nd\n", [("a \n  b\nc", False), ("d", False)]),
+        ("a\\ \nb\\", [("a\\ ", False), ("b", False)]),
+        ('"""\na\n\n/b\\\n"""\nc\n', [("a\n\n/b\\", True), ("c", False)]),
+        ('"""a"""\n"""b\nc""" \n', [("a", True), ("b\nc", True)]),
+        ('""""""\n', [("", True)]),
+        ('"""a\nb', [("a\nb", True)]),
+        ('a """\nb\n', [('a """', False), ("b", False)]),
+        ("Grüße 你好 😀\n", [("Grüße 你好 😀", False)]),
     ],
 )
-def test_lines_become_entries(text: str, expected: list[Entry]) -> None:
+def test_lines_become_entries(text: str, expected: list[tuple[str, bool]]) -> None:
     assert entries(text) == expected
 
 
