@@ -276,8 +276,8 @@ UNIT_BYTES = 1 << 14
 class Gate:
     """Who may come in, and how often."""
 
-    hosts: Hosts | None = None
-    """The accepted host names; None for any."""
+    hosts: Hosts
+    """The accepted host names."""
     keys: Keys | None = None
     """The keys that are accepted; None for no keys."""
     log: Callable[[str], None] | None = None
@@ -389,7 +389,7 @@ class Frontier:
         return None
 
     def _refusal(self, host: str, path: str, holder: str | None, method: str) -> ApiError | None:
-        if self._gate.hosts is not None and host not in self._gate.hosts:
+        if host not in self._gate.hosts:
             named = f"for {host.partition(':')[0]!r}: name it with --allowed-hosts" if host else "without a Host header"
             return ApiError(f"This server does not answer {named}.", status=403, code="foreign_host")
         # A browser asks with OPTIONS, without a key, whether a page of another origin may send its request.
