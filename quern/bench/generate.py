@@ -119,7 +119,7 @@ def _replies(engine: Engine, seed: int, rows: int, length: int, reply: int, temp
 def bytes_of_a_step(recipe: Resolved, cache: KVCache, rows: int, seen: int) -> int:
     """Returns the bytes of the weights that multiply each token, and of the keys and values that each query sees."""
     shape = recipe.model
-    slots = sum(min(ring, seen) for ring in cache.rings if ring)
+    slots = sum(min(keys.size(2), seen) for keys in cache.keys_BKRE)
     values = parameters(recipe).kaplan + rows * 2 * slots * shape.kv_heads * shape.head_dim
     return cache.keys_BKRE[0].element_size() * values
 

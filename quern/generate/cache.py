@@ -39,11 +39,11 @@ class KVCache:
         shape, weight = model.shape, model.embedding.weight
         dtype, device = weight.dtype, weight.device
         self.max_tokens = max_tokens
-        self.rings = [
+        rings = [
             min(window or max_tokens, max_tokens) if layer in model.attention_layers else 0
             for layer, window in enumerate(model.windows)
         ]
-        sizes = [(rows, shape.kv_heads // model.shards, ring, shape.head_dim) for ring in self.rings]
+        sizes = [(rows, shape.kv_heads // model.shards, ring, shape.head_dim) for ring in rings]
         self.keys_BKRE = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
         self.values_BKRE = [torch.zeros_like(keys) for keys in self.keys_BKRE]
         self.last = {name: torch.zeros(rows, n, dtype=dtype, device=device) for name, n in model.remembered.items()}
@@ -59,7 +59,6 @@ class KVCache:
         taken = copy.copy(self)
         if length is not None:
             taken.max_tokens = taken.filled = length
-            taken.rings = [min(ring, length) for ring in self.rings]
         taken.keys_BKRE = [keys[rows, :, :length] for keys in self.keys_BKRE]
         taken.values_BKRE = [values[rows, :, :length] for values in self.values_BKRE]
         taken.last = {name: last_BD[rows] for name, last_BD in self.last.items()}
@@ -79,10 +78,10 @@ class KVCache:
 
     def grow(self, max_tokens: int, windows: Sequence[int | None]) -> None:
         """Makes room for `max_tokens` tokens in each row. windows: windows of the model."""
-        for layer, (ring, window) in enumerate(zip(self.rings, windows, strict=True)):
+        for layer, window in enumerate(windows):
+            ring = self.keys_BKRE[layer].size(2)
             more = min(window or max_tokens, max_tokens) - ring
             if ring and more > 0:  # no row has gone round this ring: its slots keep their positions
-                self.rings[layer] += more
                 self.keys_BKRE[layer] = F.pad(self.keys_BKRE[layer], (0, 0, 0, more))
                 self.values_BKRE[layer] = F.pad(self.values_BKRE[layer], (0, 0, 0, more))
         self.max_tokens = max(self.max_tokens, max_tokens)
@@ -238,8 +237,8 @@ class DecodeContext(_CacheContext):
         self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None, scale: float | None = None
     ) -> Tensor:
         cache = self._cache
-        keys, values, ring = cache.keys_BKRE[layer], cache.values_BKRE[layer], cache.rings[layer]
-        rows_B = torch.arange(len(keys), device=keys.device)
+        keys, values = cache.keys_BKRE[layer], cache.values_BKRE[layer]
+        rows_B, ring = torch.arange(len(keys), device=keys.device), keys.size(2)
         slot_B = cache.positions_B % ring
         keys[rows_B, :, slot_B] = k_BTKE[:, 0]
         values[rows_B, :, slot_B] = v_BTKE[:, 0]
