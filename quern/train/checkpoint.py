@@ -143,7 +143,7 @@ def _read_tensors(path: Path, files: Iterable[str]) -> dict[str, torch.Tensor]:
 
 
 def _unwritten(error: OSError) -> str:
-    return f"cannot write {error.filename}: {error.strerror}. The checkpoints are intact: make room, then resume."
+    return f"cannot write {error.filename}: {error.strerror}. Saved checkpoints are intact: make room, then resume."
 
 
 @contextmanager
@@ -235,9 +235,9 @@ def _clean(folder: Path) -> None:
 
 
 def _write_error(folder: Path, step: int, needed: int, error: OSError) -> str:
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
+    make = "Those before it are intact: make" if candidates(folder) else "Make"
     return (
         f"cannot write the checkpoint of step {step} to {folder}: {error.strerror or error}. It needs about "
-        f"{needed:,} bytes, {free:,} are free there. Those before it are intact: make room, then resume."
+        f"{needed:,} bytes, {free:,} are free there. {make} room, then resume."
     )

@@ -298,6 +298,12 @@ def test_files_are_synced_before_the_rename_and_the_folder_after(
     assert order[renamed + 1 :] == [tmp_path.stat().st_ino]
 
 
+def test_without_room_for_the_first_checkpoint_none_before_it_is_said_to_be_intact(tmp_path: Path) -> None:
+    with full_disk(1000), pytest.raises(CheckpointError, match=r"are free there\. Make room, then resume\.") as failure:
+        put(tmp_path, 1, 1)
+    assert "intact" not in str(failure.value) and on_disk(tmp_path) == {}
+
+
 def test_an_error_at_any_point_is_clear_and_harms_nothing(fast_folder: Path) -> None:
     error = OSError(28, "No space left on device")
     for k in range(100):
@@ -318,6 +324,7 @@ def test_an_error_at_any_point_is_clear_and_harms_nothing(fast_folder: Path) -> 
             assert str(error.strerror) in str(failure) and str(folder) in str(failure)
             if "cannot write" in str(failure):
                 assert "about 16,000 bytes" in str(failure) and "step 3" in str(failure)
+                assert "Those before it are intact: make room" in str(failure)
                 assert on_disk(folder).items() >= {1: 1, 2: 2}.items()
         else:
             break

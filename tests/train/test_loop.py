@@ -159,8 +159,8 @@ def test_lines_for_which_the_disk_has_no_room_wait_for_the_next_checkpoint(room:
         code, said = go(tmp_path, state, toy_plan(evaluators=[(1, change)], save_every=4))
     if room is None:
         assert code == EXIT_NOT_SAVED and said == [
-            f"stopped at step 8: cannot write {tmp_path / 'metrics.jsonl'}: File too large. The checkpoints are "
-            "intact: make room, then resume."
+            f"stopped at step 8: cannot write {tmp_path / 'metrics.jsonl'}: File too large. Saved checkpoints "
+            "are intact: make room, then resume."
         ]
         assert manifest.steps(tmp_path / "checkpoints") == [4]
         code, said = go(tmp_path, state, toy_plan(evaluators=[(1, lambda state: {})], save_every=4), again=True)
