@@ -21,6 +21,7 @@ from quern.generate.sampling import GREEDY
 from quern.machine import Machine
 from quern.mesh import EVALUATING, Mesh, ProcessGroup, alone
 from quern.mixture.sources import own_files, read_rows
+from quern.process import waiting
 from quern.recipe import Resolved
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
@@ -43,7 +44,6 @@ CHATS: tuple[tuple[str, ...], ...] = (
     ("How do you spell garden?",),
     ("Tell me a story about Agatha.",),
 )
-SHOWN_CHATS = len(CHATS)
 Lines = list[dict[str, Any]]
 Harness = Callable[[LoadedModel, Machine], list[Score]]  # asks the tasks of lm-evaluation-harness
 
@@ -180,9 +180,8 @@ class _Evaluation:
     def score(self, loaded: LoadedModel, prepared: Prepared, kinds: Sequence[str]) -> Lines:
         """Scores one stage, and returns its lines of evaluate.jsonl."""
         name, log, world = loaded.stage, self.log, self.mesh.world
-        folder, chats = self.run_dir.folder, name in CHAT_STAGES
-        engine = Engine(loaded.model, loaded.tokenizer, self.machine)
-        identity = {"run": folder.name, "stage": name, "step": loaded.step, "weights": loaded.weights()}
+        chats, engine = name in CHAT_STAGES, Engine(loaded.model, loaded.tokenizer, self.machine)
+        identity = {"run": self.run_dir.run, "stage": name, "step": loaded.step, "weights": loaded.weights()}
         records = Records(self.run_dir.answers(name), identity)
         refuse_unequal(identity, world)
         log(f"evaluating: {name}")
@@ -210,7 +209,9 @@ class _Evaluation:
                 talks = [[*reply.item.messages, {"role": "assistant", "content": reply.parts}] for reply in shown]
                 samples += [{"stage": name, "kind": "chat", "messages": talk} for talk in talks]
         if self.mesh.main:
-            self.run_dir.append("samples.jsonl", samples + self._samples(engine, loaded, prepared.val))
+            with waiting("the model, which writes samples for the report", log=log):
+                samples += self._samples(engine, loaded, prepared.val)
+            self.run_dir.append("samples.jsonl", samples)
         lines = _lines(loaded, scores, log)
         if name == UNTRAINED:
             return lines
@@ -220,8 +221,7 @@ class _Evaluation:
             lines += _lines(loaded, scores, silent)
         if self.chat:
             log(f"chat tasks: {name}")
-            replies = self.asked.samples
-            scores = run_chat(engine, self.chat, records, base=not chats, samples=replies, group=world)
+            scores = run_chat(engine, self.chat, records, base=not chats, samples=self.asked.samples, group=world)
             lines += _lines(loaded, scores, log)
         if self.harness:
             log(f"lm-evaluation-harness: {name}")
@@ -300,7 +300,7 @@ def chats(recipe: Resolved, out: Path) -> Sequence[tuple[str, ...]]:
     own = next((one for one in recipe.conversations or () if Path(one.source).exists()), None)
     if own is None or recipe.has_built_in_conversations:
         return CHATS
-    first = islice(read_rows(own_files(own, out), column=own.column), SHOWN_CHATS)  # mixture/ holds these out
+    first = islice(read_rows(own_files(own, out), column=own.column), len(CHATS))  # mixture/ holds these out
     asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages, _ in first]
     return [(text,) for text in asked if isinstance(text, str)]
 

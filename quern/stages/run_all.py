@@ -111,7 +111,7 @@ def _for_fine_tuning(
 def sample_chat(run_dir: RunDir) -> list[str]:
     """The chats of the last evaluation, or the continuations of a base model, as lines for the terminal."""
     samples = read_run(run_dir.folder).samples
-    last = [one for one in samples if one["stage"] == samples[-1]["stage"]][-evaluate.SHOWN_CHATS :]
+    last = [one for one in samples if one["stage"] == samples[-1]["stage"]][-len(evaluate.CHATS) :]
     lines = list[str]()
     if last and last[0]["kind"] == "completion":
         lines = [f"the base model continues texts that it has not read, from {GOES_ON} on:", ""]

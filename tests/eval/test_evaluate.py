@@ -108,6 +108,15 @@ def test_texts_and_questions_of_every_model(world: Path, capsys: pytest.CaptureF
     assert "capitals/chosen" in (world / "runs/first/report.md").read_text("utf-8")
 
 
+def test_what_is_written_for_the_report_is_named_while_it_takes_long(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quern.process.SILENT_SECONDS", 0.0)
+    evaluate(out, "--stage", "pretrain")
+    said = capsys.readouterr().out.partition("evaluating: pretrain\n")[2]
+    assert "waiting for the model, which writes samples for the report\n" in said
+
+
 def test_core_is_asked_from_a_folder_of_files(out: Path) -> None:
     flags = ("--tasks", "core", "--limit", "7")
     lines = evaluate(out, *flags, "--bundle", str(out))
