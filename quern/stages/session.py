@@ -79,7 +79,8 @@ def past_its_best(folder: Path) -> list[str]:
     loss, step = min(found)
     return [
         f"warning: the validation loss was lowest at step {step:,} ({loss:.3f}). After that step the model learned its "
-        f"texts by heart: start a new run of about {counted(step, 'step')}, or add texts"
+        "texts by heart, or its rates were too high: start a new run of about "
+        f"{counted(step, 'step')}, add texts, or lower the rates"
     ]
 
 
@@ -168,8 +169,7 @@ class Stage:
     def opened(self) -> Iterator[None]:
         """Refuses a stage that was trained already, or a start for a run that has a model; holds the run's lock."""
         self.mesh.progress.begin()
-        own = {"run": self.run_dir.run, "resume": self.resume, "tp": self.mesh.tp, "zero": self.mesh.zero}
-        self.require_alike(own)
+        self.require_alike({"run": self.run_dir.run, "resume": self.resume, "tp": self.mesh.tp, "zero": self.mesh.zero})
         with ExitStack() as held:
             with self.main_first():  # behind the lock: while another process trains, that one is named
                 if not self.locked:
