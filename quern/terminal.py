@@ -138,5 +138,5 @@ def ascii_signs(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with U+FFFD for every character that controls a terminal or cannot be encoded."""
-    return CONTROL.sub("\ufffd", text)
+    """The text without carriage returns, with U+FFFD for what else controls a terminal or cannot be encoded."""
+    return CONTROL.sub("\ufffd", text.replace("\r", ""))

@@ -6,7 +6,7 @@ import select
 
 import pytest
 
-from quern.terminal import PATIENCE_SECONDS, PLAIN_LINE_SECONDS, Meter, listed
+from quern.terminal import PATIENCE_SECONDS, PLAIN_LINE_SECONDS, Meter, listed, printable
 
 
 def long_since(meter: Meter) -> Meter:
@@ -81,3 +81,7 @@ def test_two_columns_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> N
         "  temperature NUMBER",
         "                   sets it",
     ]
+
+
+def test_lines_of_a_windows_text_are_shown_as_lines_also_where_a_piece_ends_within_their_ends() -> None:
+    assert [printable(piece) for piece in ("one\r\ntwo\r", "\nthree\x1b[2J")] == ["one\ntwo", "\nthree\ufffd[2J"]

@@ -21,7 +21,7 @@ from quern.text.tokenizer import Tokenizer, well_formed
 BETWEEN = "---\n"
 OPENINGS = ("Once upon a time", "The river", "My favourite", "In the morning", "Question:")
 GOES_ON = "▸"  # marks where a continuation begins
-OPENING = re.compile(r"\S.{0,70}(?=\s)")  # a beginning of a line, to the end of a word
+OPENING = re.compile(r"\S[^\r\n]{0,70}(?=\s)")  # a beginning of a line, to the end of a word
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=\w)|\n+")
 OPENING_TOKENS = 160
 

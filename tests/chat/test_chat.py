@@ -150,7 +150,7 @@ def test_colours_and_wrapping_are_for_terminals_that_have_them(
 def test_what_is_said_cannot_steer_the_terminal() -> None:
     hostile = saying("\x1b[2Jgone\r\x9b\x07, then\n\tthis")
     shown = talk(hostile, "What?")
-    assert "\ufffd[2Jgone\ufffd\ufffd\ufffd, then\n\tthis" in shown
+    assert "\ufffd[2Jgone\ufffd\ufffd, then\n\tthis" in shown
     assert not set(shown) & set("\x1b\r\x9b\x07")
 
 

@@ -11,7 +11,7 @@ import torch
 
 from quern.chat.commands import COMPLETING, HELP
 from quern.model.context import CausalContext
-from quern.stages.complete import read_prompt
+from quern.stages.complete import OPENING, read_prompt
 from quern.terminal import CONTROL
 from quern.train import checkpoint
 from tests.support.command import Told
@@ -76,7 +76,13 @@ def greedy(model: Any, prompt: str, max_tokens: int) -> str:
         if token in specials:
             break
         ids.append(token)
-    return CONTROL.sub("\ufffd", prompt + TOKENIZER.decode_bytes(ids[start:]).decode("utf-8", errors="ignore"))
+    text = prompt + TOKENIZER.decode_bytes(ids[start:]).decode("utf-8", errors="ignore")
+    return CONTROL.sub("\ufffd", text.replace("\r", ""))
+
+
+def test_an_opening_of_a_windows_text_ends_with_a_word() -> None:
+    opening = OPENING.search("It ignores kernel\r\nmodules\r\n")
+    assert opening is not None and opening[0] == "It ignores kernel"
 
 
 # What is continued, and how it ends ----------------------------------------------------------------------------
