@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quern.flags.recipe_flags import field_names
+from quern.model.count import weightless
 from quern.recipe import Recipe
 from quern.recipes import gpt, llama, llama_adamw, unet
 from quern.resolve import fine_tuning_rates, resolve
@@ -58,6 +59,22 @@ def test_what_is_declared_is_what_is_not_read(recipe: Recipe) -> None:
     declared = {name.removeprefix("optim.") for name in recipe.unused if name.startswith("optim.")}
     silent = not_read(resolved.optim, lambda optim: resolved.make_rules(replace(resolved, optim=optim)))
     assert silent - {"batch_exponent"} == declared  # `resolve` alone reads it
+
+
+def test_the_table_of_bigrams_is_added_to_every_idea_or_refused() -> None:
+    """An idea with a table of its own refuses it."""
+    refused = list[str]()
+    for name in idea_files():
+        recipe = replace(read(name), depth=2)
+        shapes = (replace(recipe.model, vocab_size=64, bigrams=table) for table in (False, True))
+        try:
+            plain, more = (weightless(resolve(replace(recipe, model=shape))).state_dict().keys() for shape in shapes)
+        except ValueError as error:
+            assert str(error).startswith(f"model.bigrams does nothing in the '{name}' recipe: leave it out"), name
+            refused.append(name)
+        else:
+            assert more - plain == {"bigrams.weight", "bigram_scales"}, name
+    assert refused == ["bigram", "bigram_early", "engram", "trigram"]
 
 
 @RECIPES
