@@ -15,7 +15,7 @@ from quern.lab.ladder.study import Comparison
 from quern.lab.log import pages
 from quern.lab.log.comparison import ComparisonPage
 from quern.lab.log.pages import Page, Verdict
-from quern.lab.log.publish import _public_command, idea_files, run
+from quern.lab.log.publish import FOLDERS, _public_command, idea_files, run
 from quern.lab.options import LogOptions
 from quern.lab.search.results import summary
 from quern.lab.search.sweep import run as run_sweep
@@ -133,14 +133,20 @@ def test_published_records_name_files_and_no_folders(tmp_path: Path) -> None:
     recipe = replace(recipe, text=replace(recipe.text, tokenizer='/private/b/my "own".json'))
 
     def fits(recipe: Recipe) -> None:
-        raise MemoryError("no room:\n/private/c/x.bin, '/private/y.bin'")
+        raise MemoryError("no room:\n/private/c/x.bin, '/private/y.bin', '/private/my own/a b/z.bin' or /private/w.bin")
 
     _, _, files = swept(tmp_path, SweepTrainer(before=fits), recipe=recipe, trials=2)
     records = tmp_path / "project/experiments/records/s"
-    assert r"no room:\nx.bin, 'y.bin'" in files[records / "sweep.jsonl"]
+    assert r"no room:\nx.bin, 'y.bin', 'z.bin' or w.bin" in files[records / "sweep.jsonl"]
     published = json.loads(files[records / "results.json"])["plan"]["recipe"]
     assert published["data"] == "x.txt\nx.txt.d\nplain.txt" and published["val"] == "v.txt"
     assert published["text"]["tokenizer"] == 'my "own".json'
+
+
+@pytest.mark.parametrize("before", ['"error": "the arm a process failed: ', '"reason": "'])
+def test_the_place_of_an_error_has_no_folder_with_spaces(before: str) -> None:
+    message = before + "/home/my own/quern 2/a.py, line 3: KeyError: 'b' is no name in /home/c.toml"
+    assert FOLDERS.sub("", message) == before + "a.py, line 3: KeyError: 'b' is no name in c.toml"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,11 @@ from quern.temporaries import write_whole
 from quern.terminal import counted
 
 OLD = "old baseline: "
-FOLDERS = re.compile(r"""(?:(?<![\w/:.])|(?<=\\n))/(?:[^\s/"'\\]+/)+""")  # the folders of absolute paths in messages
+FOLDERS = re.compile(
+    r"""(?<=')/[^'"\\]*/|(?:(?<=failed: )|(?<=": "))/[^:'"\\]*/(?=[^/:'"\\]+\.py, line \d)"""
+    r"""|(?:(?<![\w/:.])|(?<=\\n))/(?:[^\s/"'\\]+/)+"""
+)
+"""The folders of absolute paths in messages; with spaces, those in quotes and those of `process.own_place`."""
 KINDS: tuple[tuple[Sequence[str], Callable[[Path], Page]], ...] = (
     (FILES, lambda folder: ComparisonPage(Comparison(folder)).page()),
     (pages.SWEEP_FILES, pages.read_sweep),
@@ -55,8 +59,7 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
         (records / name).mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
             write_whole(records / name / file, text)
-    found = [_page(path) for path in records.glob("*") if path.is_dir()]
-    studies = sorted(found, key=lambda page: (page.registered, page.name))
+    studies = sorted(map(_page, filter(Path.is_dir, records.glob("*"))), key=lambda page: (page.registered, page.name))
     lines = [*INTRODUCTION]
     for study in studies:
         lines += [f"## [{study.name}](../docs/experiments/{study.name}.md)\n", *study.section, ""]
