@@ -25,6 +25,7 @@ from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from tests.support.command import Told
+from tests.support.tiny_model import tiny_tokenizer
 
 TRUE = Surface(E=0.9, A=300.0, B=400.0, alpha=0.35, beta=0.38)
 """In the parameters of Kaplan's convention: matrices and head."""
@@ -287,6 +288,20 @@ def test_a_short_run_gets_a_smaller_batch_and_a_budget_that_no_steps_cost_is_nam
     (reason,) = plan.refused
     assert reason.startswith("1e+12 FLOPs, size 2x128: 2 steps of 65,536 tokens miss the budget by 20.8 %")
     assert "a smaller --train.batch-tokens" in reason
+
+
+def test_a_named_tokenizer_decides_the_vocabulary_of_every_size(tmp_path: Path) -> None:
+    """Also of sizes whose defaults differ."""
+    tokenizer, model = tiny_tokenizer(), replace(RECIPE.model, context=512)
+    assert 256 < tokenizer.vocab_size <= 320
+    text = replace(RECIPE.text, tokenizer=str(tokenizer.save(tmp_path / "named.json")))
+    given = options(tmp_path, recipe=replace(RECIPE, text=text, model=model), sizes=("2", "4", "6", "8"))
+    plan = planned(given, lambda line: None)
+    assert {cell.size for cell in plan.cells} == {*given.sizes}
+    for cell in plan.cells:
+        counts, counter = counted(cell.depth, replace(model, vocab_size=320))  # a multiple of 64
+        assert cell.parameters["chinchilla"] == counts.total
+        assert cell.flops == cell.steps * counter.step(cell.batch_tokens).model
 
 
 def test_sizes_that_cannot_be_compared_are_refused() -> None:

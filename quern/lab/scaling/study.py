@@ -26,8 +26,10 @@ from quern.model.count import flop_counter
 from quern.recipe import OPERATIONAL, Recipe
 from quern.records import read_json, read_lines
 from quern.resolve import resolve
+from quern.runs.training import with_vocabulary
+from quern.stages.tokenizers import named_tokenizer
 from quern.temporaries import write_whole
-from quern.terminal import Meter, counted, duration, grid
+from quern.terminal import Meter, counted, duration, grid, silent
 
 CELLS, FITS = "cells.jsonl", "fits.json"
 WAYS = "envelope", "surface"  # the two fits of a convention
@@ -53,8 +55,10 @@ def planned(options: ScalingOptions, log: Callable[[str], None]) -> Plan:
     if len(set(options.sizes)) < FEWEST_CELLS:
         raise ValueError(f"--sizes needs at least {FEWEST_CELLS} sizes: fewer do not determine a minimum")
     _predictions(options)  # refuses --check before the plan is printed and the machine is tried out
-    plan = make_plan(options.recipe, options.budgets, options.sizes, range(options.seeds))
-    speed = options.tokens_per_second and options.tokens_per_second * flop_counter(resolve(options.recipe)).per_token()
+    recipe, tokenizer = options.recipe, named_tokenizer(options.recipe.text.tokenizer, None, silent)
+    recipe = recipe if tokenizer is None else with_vocabulary(recipe, tokenizer)
+    plan = make_plan(recipe, options.budgets, options.sizes, range(options.seeds))
+    speed = options.tokens_per_second and options.tokens_per_second * flop_counter(resolve(recipe)).per_token()
     for line in plan_lines(plan, speed):
         log(line)
     if not plan.cells:
@@ -85,14 +89,10 @@ def run(
         "facts": facts,
     }
     predicted = _predictions(options)
-    failed: list[Cell] = []
-    if trainer is None:
-        study = Grid(options.folder)
-        study.compare_plan(description)
-    else:
-        study = Grid.register(options.folder, description)
-        study.compare_facts(facts, log)
-        failed = _train(study, options.recipe, plan, trainer, log)
+    study = Grid(options.folder) if trainer is None else Grid.register(options.folder, description)
+    study.compare_plan(description)
+    study.compare_facts(facts, log)
+    failed = [] if trainer is None else _train(study, options.recipe, plan, trainer, log)
     body, lines = fit_study(plan, study.finished, options.resamples)
     write_whole(options.folder / FITS, json.dumps(body, indent=2, allow_nan=False) + "\n")
     if options.check and predicted:
