@@ -28,7 +28,8 @@ class JaxTrainer(Trainer):
         self._mesh = make_mesh(devices=jax.devices()[:1])
 
     def check(self, recipe: Recipe) -> None:
-        resolve(recipe)
+        with jax.set_mesh(self._mesh):
+            count(step_config(resolve(recipe), "float32", core_of(recipe)))  # shapes, which are those of any dtype
 
     @contextmanager
     def _ready(self, recipe: Resolved, prepared: Prepared, every: int, note: Note) -> Iterator[Ready]:

@@ -170,6 +170,20 @@ def check_a_file_trains_on_data_and_its_run_keeps_it() -> None:
         assert not Path("out/data").exists()  # no text is prepared for it
 
 
+ODD = """
+from dataclasses import replace
+from quern.grug.state import Grug
+from quern.recipes.gpt import RECIPE
+
+class Odd(Grug):
+    def init_parameters(cfg, *, key):
+        raise ValueError(f"no head of {cfg.head_dim} channels")
+
+RECIPE = replace(RECIPE, name="odd", make_model=Odd)
+"""
+"""A file of the twin whose model refuses its sizes."""
+
+
 def check_a_study_trains_files_of_the_twin() -> None:
     """A file of the twin here, twice; another one in a process of its own."""
     with folder():
@@ -187,6 +201,10 @@ def check_a_study_trains_files_of_the_twin() -> None:
         words = ("sweep", str(arms["core"].path), *TRAIN[1:], "--train.steps", "3", *how)
         assert lab.main(Arguments(words), print) == 0
         (line,) = read_lines(Path("out/lab/sweep/sweep.jsonl"))
+        Path("odd.py").write_text(ODD, encoding="utf-8")
+        assert lab.main(Arguments(("sweep", "odd.py", *words[2:], "--study", "odd")), print) == 0
+        (odd,) = read_lines(Path("out/lab/odd/sweep.jsonl"))
+    assert (odd["outcome"], odd["reason"], odd["runs"]) == ("refused", "no head of 16 channels", [])
     assert core.bpb == again.bpb and core.bpb is not None and sinks.bpb is not None
     assert line["outcome"] == "finished" and line["runs"][0]["parameters"] == core.parameters
     assert core.parameters == asdict(counts)
