@@ -24,11 +24,10 @@ from quern.temporaries import write_whole
 from quern.terminal import counted
 
 OLD = "old baseline: "
-FOLDERS = re.compile(
+FOLDERS = re.compile(  # of absolute paths in messages; with spaces, those in quotes and those of `process.own_place`
     r"""(?<=')/[^'"\\]*/|(?:(?<=failed: )|(?<=": "))/[^:'"\\]*/(?=[^/:'"\\]+\.py, line \d)"""
     r"""|(?:(?<![\w/:.])|(?<=\\n))/(?:[^\s/"'\\]+/)+"""
 )
-"""The folders of absolute paths in messages; with spaces, those in quotes and those of `process.own_place`."""
 KINDS: tuple[tuple[Sequence[str], Callable[[Path], Page]], ...] = (
     (FILES, lambda folder: ComparisonPage(Comparison(folder)).page()),
     (pages.SWEEP_FILES, pages.read_sweep),

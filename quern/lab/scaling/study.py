@@ -203,8 +203,7 @@ def fit_study(plan: Plan, finished: dict[Key, dict[str, Any]], resamples: int) -
     lines += [f"{kind.replace('_', ' ')}: {'; '.join(names)}" for kind, names in notes.items() if names]
     for name, one in CONVENTIONS.items():
         lines += ["", f"{name}: {one.meaning}", *report[name]]
-    # A number that is not finite becomes None.
-    body = json.loads(json.dumps(body, default=_shown), parse_constant=lambda name: None)
+    body = json.loads(json.dumps(body, default=_shown), parse_constant=lambda name: None)  # for what is not finite
     return body, [*lines, "", *report["stability"]]
 
 
@@ -263,8 +262,7 @@ def convention_lines(
         lines.append(f"  E + A / N^α + B / D^β: {shown}; one run deviates by {100 * surface.residual_sd:.2f} %")
         lines += [f"  {surface.note}"] if surface.note else []
     for one in surface.leave_out:
-        constants = f"E {one.E:.4g}, α {one.alpha:.3f}, β {one.beta:.3f}, a {one.exponent:.3f}"
-        lines.append(f"  without {one.label}: {constants}")
+        lines.append(f"  without {one.label}: E {one.E:.4g}, α {one.alpha:.3f}, β {one.beta:.3f}, a {one.exponent:.3f}")
     for way, predicted in predictions.items():
         shown = ", ".join(f"{what} {one}" for what, one in predicted.items())
         lines += [f"  at {ahead:.3g} FLOPs by the {way}: {shown}"] if predicted else []
@@ -296,9 +294,8 @@ def check_lines(name: str, predicted: Mapping[str, Any], measured: Mapping[str, 
         if optimum is None or optimum["refusal"]:
             reason = optimum["refusal"] if optimum else "no run has finished"
             return [f"the predictions of {name} cannot be checked: {reason}"]
-        for method, values in predicted["predictions"][convention].items():
-            shared = [what for what in values if what in optimum]
-            rows += [(convention, method, what, *_checked(values[what], optimum[what])) for what in shared]
+        for way, values in predicted["predictions"][convention].items():
+            rows += [(convention, way, at, *_checked(one, optimum[at])) for at, one in values.items() if at in optimum]
     head = ("convention", "method", "at the optimum", "predicted", "measured", "agree")
     return [f"the predictions of {name} for {flops:.3g} FLOPs", *grid(head, rows)]
 
