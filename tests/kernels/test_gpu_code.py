@@ -152,7 +152,7 @@ def variants(head_dims: tuple[int, ...], rows: int) -> Iterator[Variant]:
     for descriptors, architectures in ((True, (90,)), (False, (80, 90))):
         kernels = launch.WITH_DESCRIPTORS if descriptors else launch.WITH_POINTERS
         for kernel, E, architecture in itertools.product(kernels, head_dims, architectures):
-            for tiles in launch.candidates(kernel, E, 2, descriptors, SHARED_MEMORY[architecture])[:rows]:
+            for tiles in launch.candidates(kernel, E, 2, descriptors)[:rows]:
                 for packed, groups in ((False, 1), (True, 4)):
                     yield Variant(kernel, E, tiles, architecture, descriptors, packed, groups)
 
@@ -164,8 +164,6 @@ def check(variant: Variant, folder: Path) -> None:
     if variant.descriptors:
         assert not found.serialised
         assert "wgmma.mma_async" in found.ptx and "cp.async.bulk.tensor" in found.ptx
-        estimate = launch.shared_bytes(variant.kernel, variant.tiles, variant.E, 2, True)
-        assert abs(found.shared_bytes - estimate) <= 4096
 
 
 def name_of(variant: Variant) -> str:

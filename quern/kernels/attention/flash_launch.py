@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quern.kernels.attention.flash_triton import (
@@ -156,13 +155,10 @@ def _descriptors(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
 
 @cache
 def _tuned(name: str, E: int, element_bytes: int, tma: bool, device: torch.device) -> Any:
-    """The autotuned kernel for one kind of input."""
-    gpus: Any = driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]: what CUDA's driver adds
-    shared_memory = gpus.get_device_properties(device.index)["max_shared_mem"]
-    tiles = candidates(name, E, element_bytes, tma, shared_memory)
+    """The autotuned kernel for one kind of input on one device."""
     configs = [
         triton.Config({QUERIES: t.queries, KEYS: t.keys, "TMA": tma}, num_warps=t.warps, num_stages=t.stages)
-        for t in tiles
+        for t in candidates(name, E, element_bytes, tma)
     ]
     described = triton.heuristics(_descriptors(name))(KERNELS[name])
     return triton.autotune(configs, key=["E", "BOUNDED", "length_class"], cache_results=True)(described)
@@ -176,7 +172,6 @@ def _tuned(name: str, E: int, element_bytes: int, tma: bool, device: torch.devic
 # queries, and 128 when it has 128; Hopper needs the latter, or its level-2 cache is the limit.
 
 LONGEST_TILE = 128
-TRIED = 3  # each costs seconds of compilation per class of shapes
 
 
 class Tiles(NamedTuple):
@@ -228,21 +223,9 @@ WITH_POINTERS: Table = {
 SINGLE = [Tiles(16, 16, 4, 1)]
 
 
-def candidates(kernel: str, E: int, element_bytes: int, descriptors: bool, shared_memory: int) -> list[Tiles]:
-    """The tiles to time, the likeliest first: at most `TRIED` that fit into shared memory."""
+def candidates(kernel: str, E: int, element_bytes: int, descriptors: bool) -> list[Tiles]:
+    """The tiles to time, the likeliest first. Triton passes over those that do not fit into the GPU's shared memory."""
     if element_bytes == 4:
         return SINGLE
     table = (WITH_DESCRIPTORS if descriptors else WITH_POINTERS)[kernel]
-    listed = table[min(limit for limit in table if limit >= E)]
-    fitting = [tiles for tiles in listed if shared_bytes(kernel, tiles, E, element_bytes, descriptors) <= shared_memory]
-    return fitting[:TRIED] or listed[-1:]
-
-
-def shared_bytes(kernel: str, tiles: Tiles, E: int, element_bytes: int, descriptors: bool) -> int:
-    """Estimates a kernel's shared memory: two tiles per stage and, with descriptors, one or two of its own.
-
-    Without descriptors a program's own tiles may stay in registers. Triton discards candidates that do not fit.
-    """
-    own, walked = (tiles.keys, tiles.queries) if kernel == "key_gradients" else (tiles.queries, tiles.keys)
-    held = 0 if not descriptors else own * (1 if kernel == "forward" else 2)
-    return (held + 2 * walked * tiles.stages) * E * element_bytes
+    return table[min(limit for limit in table if limit >= E)]
