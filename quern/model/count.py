@@ -111,9 +111,6 @@ class Flops:
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.products + other.products, self.attention + other.attention, self.update + other.update)
 
-    def __rmul__(self, factor: float) -> Flops:
-        return Flops(factor * self.products, factor * self.attention, factor * self.update)
-
 
 class FlopCounter:
     """Counts the FLOPs of a resolved recipe's training steps; it is called with a batch.
@@ -154,7 +151,8 @@ class FlopCounter:
         """FLOPs of a step in rows of one document each, at the end of a run."""
         row = self._row.numpy()
         one = self(Batch(row, row, row >= 0), 1.0)
-        return replace(batch_tokens / row.size * one, update=self.update)
+        rows = batch_tokens / row.size
+        return Flops(rows * one.products, rows * one.attention, self.update)
 
     def per_token(self) -> float:
         """FLOPs of the model per token of such a step."""
