@@ -10,7 +10,6 @@ replicas must run equally many passes. Before the update, matrices travel to the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,13 +29,36 @@ from quern.parallel.tensor import VocabularyEmbedding
 from quern.parallel.zero2 import Zero2, refuse_silent
 
 
-@dataclass(frozen=True)
 class Part:
-    """A module whose parameters are gathered together. again: its backward pass needs them too."""
+    """A module whose parameters are gathered together, and are whole from `gather` to `free`. again: its backward pass
+    needs them too."""
 
-    name: str
-    module: nn.Module
-    again: bool
+    def __init__(self, name: str, module: nn.Module, again: bool) -> None:
+        self.name, self.module, self.again = name, module, again
+        self.buckets: list[Bucket] = []
+        self._pending: list[Pending] | None = None
+        self.in_backward = False
+        self.without_gradient = 0
+        """Number of parameters that have no gradient yet in a backward pass."""
+
+    def gather(self) -> None:
+        """Starts to gather, unless the parameters are there."""
+        if self._pending is None:
+            self._pending = []
+            for bucket in self.buckets:
+                allocate(bucket.params)
+                self._pending.append(bucket.mesh.data.all_gather(bucket.params, bucket.region_params))
+
+    def wait(self) -> None:
+        for pending in self._pending or ():
+            pending.wait()
+
+    def free(self) -> None:
+        self.wait()  # gathered ahead, and not used
+        for bucket in self.buckets:
+            bucket.params.untyped_storage().resize_(0)
+        self._pending, self.in_backward = None, False
+        self.without_gradient = sum(len(bucket.parameters) for bucket in self.buckets)
 
 
 def parts_of(model: Any) -> list[Part]:
@@ -57,39 +79,6 @@ def numbers_of(parts: Sequence[Part]) -> dict[str, int]:
     }
 
 
-class Gathered:
-    """The parameters of a part, which are whole from `gather` to `free`."""
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.buckets = buckets
-        self._pending: list[Pending] | None = None
-        self.in_backward = False
-        self.without_gradient = self.parameters
-        """Number of parameters that have no gradient yet in a backward pass."""
-
-    @property
-    def parameters(self) -> int:
-        return sum(len(bucket.parameters) for bucket in self.buckets)
-
-    def gather(self) -> None:
-        """Starts to gather, unless the parameters are there."""
-        if self._pending is None:
-            self._pending = []
-            for bucket in self.buckets:
-                allocate(bucket.params)
-                self._pending.append(bucket.mesh.data.all_gather(bucket.params, bucket.region_params))
-
-    def wait(self) -> None:
-        for pending in self._pending or ():
-            pending.wait()
-
-    def free(self) -> None:
-        self.wait()  # gathered ahead, and not used
-        for bucket in self.buckets:
-            bucket.params.untyped_storage().resize_(0)
-        self._pending, self.in_backward, self.without_gradient = None, False, self.parameters
-
-
 def allocate(buffer: Tensor) -> None:
     buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize)
 
@@ -105,44 +94,44 @@ class Zero3(Zero2):
         refuse_tied(model, "--zero 2")
         if not has_kernel(model.cap):
             raise ValueError(f"--zero 3 needs a cap that the loss kernel knows, not {model.cap}: use --zero 2")
-        parts = parts_of(model)
-        super().__init__(groups, parts=numbers_of(parts), **options)
-        self.gathered = [
-            Gathered([bucket for bucket in self.buckets if bucket.share is not None and bucket.share.part == number])
-            for number in range(len(parts))
-        ]
-        self._calls: list[Gathered] = []
+        self.parts = parts_of(model)
+        super().__init__(groups, parts=numbers_of(self.parts), **options)
+        for bucket in self.buckets:
+            if bucket.share is not None:
+                self.parts[bucket.share.part].buckets.append(bucket)
+        self._calls: list[Part] = []
         """The current pass: its parts in the order of their calls, calls of the backward pass included."""
         self._records = False
-        self._earlier: dict[bool, list[Gathered]] = {True: [], False: []}
+        self._earlier: dict[bool, list[Part]] = {True: [], False: []}
         """The last pass with gradients, and the last one without."""
         self._sent: tuple[Bucket, Tensor, Pending] | None = None
         self._restore: list[Callable[[], object]] = []
-        for part, own in zip(parts, self.gathered, strict=True):
-            self._wrap(model, part, own)
+        for part in self.parts:
+            part.free()
+            self._wrap(model, part)
         self._hooks.append(model.register_forward_pre_hook(self._begin))
 
     def close(self) -> None:
         super().close()
         for restore in self._restore:
             restore()
-        for part in self.gathered:
+        for part in self.parts:
             part.gather()
             part.wait()
 
     # Parameters -----------------------------------------------------------------------------------------------
 
-    def _wrap(self, model: Any, part: Part, own: Gathered) -> None:
+    def _wrap(self, model: Any, part: Part) -> None:
         """Wraps a part's module until `close`."""
         if part.again:
-            self._restore.append(wrap_calls(part.module, partial(self._call_block, own)))
+            self._restore.append(wrap_calls(part.module, partial(self._call_block, part)))
         elif part.module is model.head:  # not called: its weight is used in two methods of the model
             before = model.loss, model.logits
-            model.loss, model.logits = (partial(self._call_head, own, call) for call in before)
+            model.loss, model.logits = (partial(self._call_head, part, call) for call in before)
             self._restore.append(partial(vars(model).update, {"loss": before[0], "logits": before[1]}))
         else:  # a table may be called within compiled code, which runs hooks, but no other wrapper
             disable: Any = torch.compiler.disable
-            enter, leave = (disable(partial(hook, own)) for hook in (self._enter, self._leave))
+            enter, leave = (disable(partial(hook, part)) for hook in (self._enter, self._leave))
             self._hooks.append(part.module.register_forward_pre_hook(enter))
             self._hooks.append(part.module.register_forward_hook(leave))
 
@@ -153,10 +142,10 @@ class Zero3(Zero2):
         self._records = torch.is_grad_enabled()
 
     def _free(self) -> None:
-        for part in self.gathered:
+        for part in self.parts:
             part.free()
 
-    def _call_block(self, part: Gathered, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_block(self, part: Part, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._enter(part)
         result = call(*args, **kwargs)
         for tensor in tree_leaves(result) if torch.is_grad_enabled() else ():
@@ -165,14 +154,14 @@ class Zero3(Zero2):
         self._leave(part)
         return result
 
-    def _call_head(self, part: Gathered, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_head(self, part: Part, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._receive()  # the forward pass has hidden the last sum of the micro-batch before
         self._enter(part)
         result = call(*args, **kwargs)
         self._leave(part)
         return result
 
-    def _enter(self, part: Gathered, *_: Any) -> None:
+    def _enter(self, part: Part, *_: Any) -> None:
         """Before a part computes."""
         part.gather()
         self._calls.append(part)
@@ -180,19 +169,19 @@ class Zero3(Zero2):
             following.gather()
         part.wait()
 
-    def _leave(self, part: Gathered, *_: Any) -> None:
+    def _leave(self, part: Part, *_: Any) -> None:
         """After a part has computed. The last block stays for its backward pass, which comes after the head."""
         if self._expected(after=1) is not part:
             part.free()
 
-    def _expected(self, after: int) -> Gathered | None:
+    def _expected(self, after: int) -> Part | None:
         """The part that is called next, or `after` calls later, if this pass goes as the one before."""
         earlier, now = self._earlier[self._records], len(self._calls)
         if now + after >= len(earlier) or earlier[now - 1] is not self._calls[-1]:
             return None
         return earlier[now + after]
 
-    def _enter_backward(self, part: Gathered, grads: Any) -> None:
+    def _enter_backward(self, part: Part, grads: Any) -> None:
         if not part.in_backward:  # the first of its results
             part.in_backward = True
             self._enter(part)
@@ -222,7 +211,7 @@ class Zero3(Zero2):
         bucket.share.arrived.add(place)
         if len(bucket.share.arrived) == len(bucket.parameters):
             self._send(bucket)
-        part = self.gathered[bucket.share.part]
+        part = self.parts[bucket.share.part]
         part.without_gradient -= 1
         if not part.without_gradient:
             part.free()

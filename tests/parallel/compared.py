@@ -176,7 +176,7 @@ def _state(model: Any, architecture: str, mesh: Mesh) -> TrainState:
 
 def gather(state: TrainState) -> None:
     """Makes parameters whole that replicas share, until the next pass."""
-    for part in state.optimizer.gathered if isinstance(state.optimizer, Zero3) else ():
+    for part in state.optimizer.parts if isinstance(state.optimizer, Zero3) else ():
         part.gather()
         part.wait()
 
