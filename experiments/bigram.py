@@ -61,4 +61,6 @@ class BigramGPT(GPT):
         return x_BTD + self.bigram_scales[layer] * kept["bigrams"]
 
 
-RECIPE = replace(BASELINE, name="bigram", make_model=BigramGPT, unused=(*BASELINE.unused, "model.bigrams"))
+RECIPE = replace(
+    BASELINE, name="bigram", make_model=BigramGPT, unused=(*BASELINE.unused, "model.bigrams", "model.bigram_dropout")
+)

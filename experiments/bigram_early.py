@@ -63,4 +63,9 @@ class EarlyBigramGPT(GPT):
         return x_BTD + self.bigram_scales[layer] * kept["bigrams"]
 
 
-RECIPE = replace(BASELINE, name="bigram_early", make_model=EarlyBigramGPT, unused=(*BASELINE.unused, "model.bigrams"))
+RECIPE = replace(
+    BASELINE,
+    name="bigram_early",
+    make_model=EarlyBigramGPT,
+    unused=(*BASELINE.unused, "model.bigrams", "model.bigram_dropout"),
+)

@@ -59,4 +59,6 @@ class EngramGPT(GPT):
         return x_BTD + torch.sigmoid(match_BT1 / x_BTD.size(-1) ** 0.5) * self.engram_value(pairs_BTD)
 
 
-RECIPE = replace(BASELINE, name="engram", make_model=EngramGPT, unused=(*BASELINE.unused, "model.bigrams"))
+RECIPE = replace(
+    BASELINE, name="engram", make_model=EngramGPT, unused=(*BASELINE.unused, "model.bigrams", "model.bigram_dropout")
+)

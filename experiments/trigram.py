@@ -61,4 +61,6 @@ class TrigramGPT(GPT):
         return x_BTD + self.ngram_scales[layer] * kept["ngrams"]
 
 
-RECIPE = replace(BASELINE, name="trigram", make_model=TrigramGPT, unused=(*BASELINE.unused, "model.bigrams"))
+RECIPE = replace(
+    BASELINE, name="trigram", make_model=TrigramGPT, unused=(*BASELINE.unused, "model.bigrams", "model.bigram_dropout")
+)

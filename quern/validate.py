@@ -110,6 +110,10 @@ def check(recipe: Recipe) -> None:
         f"model.windows is a pattern of S (short) and L (long), such as SSSL, not '{windows}'",
     )
     _refuse(bool(head_dim and head_dim % 2), f"model.head-dim must be even for rotary embeddings, not {head_dim}")
+    _refuse(
+        bool(recipe.model.bigram_dropout) and not recipe.model.bigrams,
+        "model.bigram-dropout leaves out pairs: set model.bigrams too, or leave it out",
+    )
     _refuse(recipe.text.separator == "", "text.separator is empty: give the mark that ends a document")
     _refuse(
         not is_encoding(recipe.text.encoding),

@@ -145,6 +145,7 @@ def test_conversations_in_a_recipe_file() -> None:
         ("", "unused", ("modle.softcap",), "unused names 'modle.softcap', which is no field of a recipe: leave it out"),
         ("", "model", None, "model must be a ModelRecipe"),
         ("model", "windows", 5, "model.windows must be a text, not 5"),
+        ("model", "bigram_dropout", 0.5, "model.bigram-dropout leaves out pairs: set model.bigrams too"),
         ("model", "dropout", 1.0, "model.dropout must be a number of at least 0 and below 1, not 1.0"),
     ],
 )

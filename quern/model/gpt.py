@@ -197,6 +197,7 @@ class GPT(LanguageModel):
         )
         if shape.bigrams:
             self.bigrams = Bigrams(BIGRAM_ROWS * shape.vocab_size, shape.width)
+            self.bigram_dropout = nn.Dropout(shape.bigram_dropout)
             self.lookback = max(1, self.lookback)
         self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
         self.smear_gate = nn.Linear(min(SMEAR_CHANNELS, shape.width), 1, bias=False)
@@ -260,6 +261,8 @@ class GPT(LanguageModel):
         bigrams_BTD = None
         if self.shape.bigrams:
             bigrams_BTD = self.bigrams(self.bigram_rows(tokens_BT, context.previous_tokens(tokens_BT, 1)))
+            if self.training and self.shape.bigram_dropout:  # the others keep their size: each pair is used alone
+                bigrams_BTD = bigrams_BTD * (self.bigram_dropout(torch.ones_like(bigrams_BTD[..., :1])) > 0)
         for layer, block in enumerate(self.blocks):
             x_BTD = self.before_block(layer, x_BTD, kept, tokens_BT, context)
             if bigrams_BTD is not None:

@@ -47,6 +47,7 @@ RECIPE = Recipe(
         "model.softcap",
         "model.key_offset",
         "model.bigrams",
+        "model.bigram_dropout",
         "optim.value_embedding_lr",
         "optim.x0_lr",
         "optim.smear_lr",

@@ -63,6 +63,7 @@ RECIPE = Recipe(
         "model.dropout",
         "model.key_offset",
         "model.bigrams",
+        "model.bigram_dropout",
         "optim.x0_lr",
         "optim.smear_lr",
         "optim.gate_lr",

@@ -66,7 +66,7 @@ def _run(asked: Recipe, session: Session) -> int:
     model, facts, precision = ready_model(recipe, tokenizer, machine, mesh, log, weights=weights, compiled=False)
     reference = build_model(recipe, machine, None, weights)
     shard_model(reference, mesh)
-    state = build_state(recipe, machine, model, mesh)
+    state = build_state(recipe, machine, model.eval(), mesh)  # dropout would part sampled from trained probabilities
     if start is not None and not state.go_on(start.tensors, start.state):
         log("the optimizer begins without the fine-tuned model's state, which is another optimizer's")
     rollouts = Rollouts(

@@ -280,6 +280,12 @@ def check_parameters_are_counted_as_in_pytorch() -> None:
         assert train.count(step_config(recipe, "float32")) == parameters(recipe)
 
 
+def check_no_pairs_are_left_out() -> None:
+    recipe = recipe_of(bigrams=True, bigram_dropout=0.5)
+    with pytest.raises(ValueError, match="trains with all pairs: leave --model.bigram-dropout out"):
+        train.fresh_run(recipe, step_config(recipe, "float32"), mesh_of("one"))
+
+
 def check_a_broken_experiment_is_noticed() -> None:
     """In three ways, each of which one check sees."""
     good: Callable[..., jax.Array] = forward

@@ -249,3 +249,22 @@ def test_without_a_bos_documents_cannot_be_told_apart() -> None:
     model = UNet(replace(UNET_SHAPE, bos=None))
     with pytest.raises(ValueError, match="set model.bos to the tokenizer's"):
         model.context(torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_half_of_the_pairs_are_left_out_in_training_alone() -> None:
+    model = randomized(GPT(replace(GPT_SHAPE, bigrams=True, bigram_dropout=0.5)))
+    entered = list[torch.Tensor]()
+    model.blocks[0].register_forward_pre_hook(lambda block, inputs: entered.append(inputs[0][0].detach()))
+    text = tokens()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model.train()(text, CausalContext())
+    model.eval()(text, CausalContext())
+    with torch.no_grad():
+        model.bigrams.weight.zero_()
+    model(text, CausalContext())
+    first, second, whole, without = entered
+    left_out = [(one == without).all(-1) for one in (first, second)]
+    for one, gone in zip((first, second), left_out, strict=True):
+        assert torch.equal(one[~gone], whole[~gone]) and 0.2 < gone.float().mean() < 0.8
+    assert not (whole == without).all(-1).any() and not torch.equal(*left_out)

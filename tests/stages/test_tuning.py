@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from quern.machine import Machine
+from quern.mesh import Mesh
+from quern.model.base import LanguageModel
 from quern.optim.groups import table
 from quern.optim.muon import MuonH, norms
 from quern.optim.schedule import Multipliers
@@ -21,6 +24,9 @@ from quern.stages.rl import rl_recipe
 from quern.stages.sft import fit_to_conversations, sft_recipe
 from quern.train.state import build_model, build_state
 from quern.train.step import train_step
+from tests.support.command import Told
+from tests.support.exported import toy_recipe as exported_recipe
+from tests.support.exported import write_run
 from tests.support.memory_corpus import memory_corpus
 from tests.support.toy_training import CPU, ROWS, toy_loader, toy_recipe, toy_state
 
@@ -180,3 +186,16 @@ def test_the_example_is_that_of_the_documentation_and_works() -> None:
     number = re.findall(r"\d+", item.question)[0]
     assert environment.reward(item, f"It is {number[::-1]}.") == 1
     assert environment.reward(item, "I do not know.") == 0
+
+
+def test_practice_drops_nothing(tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replies are sampled without dropout, and their probabilities are those of training."""
+
+    def refuse(recipe: Resolved, machine: Machine, model: LanguageModel, mesh: Mesh) -> None:
+        raise ValueError(f"dropout of {recipe.model.dropout}, training: {model.training}")
+
+    monkeypatch.setattr("quern.stages.rl.build_state", refuse)
+    stage = write_run(tmp_path, exported_recipe("llama", dropout=0.1)).stage("pretrain")
+    stage.rename(stage.with_name("sft"))
+    words = "--rl.rewards counting --device cpu --dtype fp32 --threads 1 --no-compile".split()
+    assert "dropout of 0.1, training: False" in told("rl", "first", *words, "--out", tmp_path, code=1)

@@ -116,7 +116,9 @@ def _with_text(recipe: Recipe, began: Origin | None, stage: JaxStage) -> tuple[R
 
 
 def fresh_run(recipe: Resolved, cfg: StepConfig, mesh: Mesh) -> JaxRun:
-    """A state at step 0, on the current mesh."""
+    """A state at step 0, on the current mesh. Raises ValueError for what the twin cannot train with."""
+    if cfg.model.bigram_dropout:
+        raise ValueError("the JAX twin trains with all pairs: leave --model.bigram-dropout out, or train with PyTorch")
     return JaxRun(init_state(recipe.seed, cfg), cfg, mesh, guard=Guard(recipe.train.max_skips))
 
 
