@@ -159,7 +159,10 @@ def test_fit_reads_a_study_that_others_train(tmp_path: Path, monkeypatch: pytest
             path = given.folder / "cells.jsonl"
             before = path.read_text(encoding="utf-8")
             path.write_text(before + TORN, encoding="utf-8")  # by the process that trains
-            body, _ = study(replace(given, fit=True))
+            with monkeypatch.context() as patch:
+                patch.setattr("quern.process.SILENT_SECONDS", 0.0)
+                body, lines = study(replace(given, fit=True))
+            assert f"waiting for the fit and its {given.resamples} repetitions on resampled runs" in lines
             assert (body["runs"]["used"], len(body["runs"]["missing"])) == (25, 3)
             assert path.read_text(encoding="utf-8").endswith(TORN)
             raise KeyboardInterrupt

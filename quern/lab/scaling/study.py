@@ -23,6 +23,7 @@ from quern.lab.scaling.parametric import SurfaceFit, fit_surface
 from quern.lab.study import Study
 from quern.lab.trainer import Trainer
 from quern.model.count import flop_counter
+from quern.process import waiting
 from quern.recipe import OPERATIONAL, Recipe
 from quern.records import read_json, read_lines
 from quern.resolve import resolve
@@ -93,7 +94,8 @@ def run(
     study.compare_plan(description)
     study.compare_facts(facts, log)
     failed = [] if trainer is None else _train(study, options.recipe, plan, trainer, log)
-    body, lines = fit_study(plan, study.finished, options.resamples)
+    with waiting(f"the fit and its {options.resamples:,} repetitions on resampled runs", log=log):
+        body, lines = fit_study(plan, study.finished, options.resamples)
     write_whole(options.folder / FITS, json.dumps(body, indent=2, allow_nan=False) + "\n")
     if options.check and predicted:
         lines += ["", *check_lines(options.check, predicted, body)]
