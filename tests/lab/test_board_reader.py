@@ -237,13 +237,15 @@ def test_a_study(tmp_path: Path) -> None:
     assert (found["0"]["x"], found["0"]["y"]) == ([0.25, 0.5, 1.0], [2.0, 1.5, 1.25])
     with (folder / "trials.jsonl").open("a") as file:  # the study goes on
         file.write(json.dumps(trial("idea", 1, 1.5)) + "\n")
-    assert len(board.listing("night")["runs"]) == 4
+        file.write(json.dumps(trial("idea", 2, None) | {"error": "idea.py, line 3: KeyError"}) + "\n")
+    *earlier, failed = board.listing("night")["runs"]
+    assert len(earlier) == 4 and (failed["status"], failed["reason"]) == ("failed", "idea.py, line 3: KeyError")
     arms.append({"arm": "idea", "recipe": recipes["idea"], "code": "repaired"})
     write_rows(folder / "arms.jsonl", arms)
     assert [(run["id"], run["run"]) for run in board.listing("night")["runs"]] == [("0", "gpt"), ("1", "gpt")]
     with (folder / "trials.jsonl").open("a") as file:
         file.write(json.dumps(trial("idea", 0, 1.5) | {"code": "repaired"}) + "\n")
-    assert [run["id"] for run in board.listing("night")["runs"]] == ["0", "1", "4"]
+    assert [run["id"] for run in board.listing("night")["runs"]] == ["0", "1", "5"]
     (folder / "verdicts.json").unlink()
     assert board.listing("night")["verdicts"] == []
 

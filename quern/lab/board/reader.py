@@ -255,6 +255,8 @@ def _trial(trial: dict[str, Any], recipe: Any) -> Entry:
     which = "".join(f", {name} {trial[name]}" for name in ("rung", "value") if name in trial)
     entry = Entry(arm, f"seed {trial.get('seed')}{which}", curve)
     entry.status = "diverged" if trial.get("bpb") is None else "finished"
+    if error := trial.get("error"):
+        entry.status, entry.reason = "failed", str(error)
     entry.steps = steps if is_number(steps := trial.get("steps")) else None
     entry.recipe = flat(recipe) if isinstance(recipe, dict) else {}
     entry.recipe |= values if isinstance(values := trial.get("values"), dict) else {}

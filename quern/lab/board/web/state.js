@@ -3,7 +3,7 @@ import { decimal, passes } from "./curves.js";
 
 export const element = (id) => document.getElementById(id);
 export const UNITS = { steps: "steps", tokens: "tokens", flops: "training FLOPs", seconds: "seconds in steps" };
-export const SIGNS = { running: "●", finished: "✓", stopped: "■", diverged: "✕", stuck: "▲" };
+export const SIGNS = { running: "●", finished: "✓", stopped: "■", diverged: "✕", failed: "✕", stuck: "▲" };
 export const PAGE_ROWS = 100;
 const CHOICES = { study: "", x: "steps", y: "", group: "", filter: "", smooth: 0, logx: false, logy: false };
 
