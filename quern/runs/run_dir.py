@@ -197,8 +197,12 @@ class RunDir:
                 callables = read_recipe_file(kept, foreign[0].partition(":")[0])[0].callables()
             except ValueError as error:  # such as a module beside the file, which is not kept
                 raise ValueError(f"{error}. A run keeps one file: add the modules it imports to PYTHONPATH") from error
-        check_body(body)
-        return resolve(Resolved.from_json(body, **(callables or {})))
+        try:
+            check_body(body)
+            return resolve(Resolved.from_json(body, **(callables or {})))
+        except ValueError as error:
+            told = f"the recipe of run '{self.run}', stage {stage}, cannot be read ({error})"
+            raise ValueError(f"{told}: open it with the version of quern that wrote it") from error
 
     def kept_source(self, stage: str, named: str | None = None) -> str | None:
         """The text of the recipe's file that a stage keeps; None if it keeps none.

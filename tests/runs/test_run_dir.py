@@ -73,6 +73,13 @@ def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(r
     assert f"The run's model needs it: put a copy back as {path}; " in str(lost.value)
 
 
+def test_a_recipe_of_another_version_names_its_run_and_the_remedy(run_dir: RunDir) -> None:
+    body = resolve(RECIPE).to_json()
+    told = "recipe of run 'r', stage sft, cannot be read .*unheard_of.*: open it with the version of quern that wrote"
+    with pytest.raises(ValueError, match=told):
+        run_dir.read_recipe(body | {"train": body["train"] | {"unheard_of": 1}}, "sft")
+
+
 def test_a_damaged_recipe_is_named(run_dir: RunDir) -> None:
     stage = save(run_dir, resolve(RECIPE).to_json()).parents[1]
     (path := stage / "recipe.json").write_text(json.dumps(resolve(RECIPE).to_json()), encoding="utf-8")
