@@ -98,7 +98,7 @@ class ModelRecipe(Generic[Gap]):
     """gpt: add an embedding of each pair of tokens before every block, from five hashed rows for each token. It helps
     small texts most, and doubles a small model's file."""
     bigram_dropout: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """gpt, with bigrams: share of the tokens whose pair is left out in training, as 0.5 (docs/your-own-text.md)."""
+    """gpt, with bigrams: share of the pairs that are left out in training, such as 0.5 (docs/your-own-text.md)."""
     softcap: Annotated[float, Interval(gt=0, le=60)] = 15.0
     """Logits are softcap · tanh(logits / softcap), in unet a sigmoid that is 2 · softcap high. The loss sums
     exponentials of them in fp32."""

@@ -15,7 +15,7 @@ from quern.machine import Machine
 from quern.recipe import Recipe, Resolved
 from quern.resolve import resolve
 from quern.stages.jax.backend import JaxBackend, processes
-from quern.stages.jax.train import core_of, count, fresh_run, make_plan, validate_run
+from quern.stages.jax.train import core_of, count, fresh_run, make_plan, refuse_dropout, validate_run
 from quern.stages.prepare import Prepared
 
 
@@ -28,8 +28,10 @@ class JaxTrainer(Trainer):
         self._mesh = make_mesh(devices=jax.devices()[:1])
 
     def check(self, recipe: Recipe) -> None:
+        resolved = resolve(recipe)
+        refuse_dropout(resolved)
         with jax.set_mesh(self._mesh):
-            count(step_config(resolve(recipe), "float32", core_of(recipe)))  # shapes, which are those of any dtype
+            count(step_config(resolved, "float32", core_of(recipe)))  # shapes, which are those of any dtype
 
     @contextmanager
     def _ready(self, recipe: Resolved, prepared: Prepared, every: int, note: Note) -> Iterator[Ready]:

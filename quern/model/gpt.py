@@ -261,7 +261,7 @@ class GPT(LanguageModel):
         bigrams_BTD = None
         if self.shape.bigrams:
             bigrams_BTD = self.bigrams(self.bigram_rows(tokens_BT, context.previous_tokens(tokens_BT, 1)))
-            if self.training and self.shape.bigram_dropout:  # the others keep their size: each pair is used alone
+            if self.training and self.shape.bigram_dropout:  # unlike dropout, without scaling the others up
                 bigrams_BTD = bigrams_BTD * (self.bigram_dropout(torch.ones_like(bigrams_BTD[..., :1])) > 0)
         for layer, block in enumerate(self.blocks):
             x_BTD = self.before_block(layer, x_BTD, kept, tokens_BT, context)

@@ -26,6 +26,7 @@ from quern.grug.mesh import BATCH, place, use_device
 from quern.grug.model import Params, forward, layout, logits
 from quern.grug.optim import adamw
 from quern.grug.state import Grug, JaxTrainState, device_batch, init_state, step_config, train_step
+from quern.lab.jax_trainer import JaxTrainer
 from quern.model.count import FlopCounter, parameters
 from quern.optim.constants import AdamWGroup
 from quern.optim.schedule import Multipliers
@@ -36,6 +37,7 @@ from quern.stages.jax.train import core_of, from_torch, to_torch
 from quern.train import checkpoint, manifest
 from tests.grug.parity import batch_of, mesh_of, recipe_in, recipe_of, relative, state_on, weights_of
 from tests.grug.two_processes import save
+from tests.support.models import CPU
 from tests.support.toy_training import ROWS, toy_schedule, toy_state
 
 BAR = 1e-5
@@ -284,6 +286,9 @@ def check_no_pairs_are_left_out() -> None:
     recipe = recipe_of(bigrams=True, bigram_dropout=0.5)
     with pytest.raises(ValueError, match="trains with all pairs: leave --model.bigram-dropout out"):
         train.fresh_run(recipe, step_config(recipe, "float32"), mesh_of("one"))
+    trainer = JaxTrainer(Path("out"), CPU, print)
+    with pytest.raises(ValueError, match="trains with all pairs"):
+        trainer.check(recipe)
 
 
 def check_a_broken_experiment_is_noticed() -> None:

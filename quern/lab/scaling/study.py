@@ -90,10 +90,14 @@ def run(
         "facts": facts,
     }
     predicted = _predictions(options)
-    study = Grid(options.folder) if trainer is None else Grid.register(options.folder, description)
-    study.compare_plan(description)
-    study.compare_facts(facts, log)
-    failed = [] if trainer is None else _train(study, options.recipe, plan, trainer, log)
+    failed: list[Cell] = []
+    if trainer is None:
+        study = Grid(options.folder)
+        study.compare_plan(description)
+    else:
+        study = Grid.register(options.folder, description)
+        study.compare_facts(facts, log)
+        failed = _train(study, options.recipe, plan, trainer, log)
     with waiting(f"the fit and its {options.resamples:,} repetitions on resampled runs", log=log):
         body, lines = fit_study(plan, study.finished, options.resamples)
     write_whole(options.folder / FITS, json.dumps(body, indent=2, allow_nan=False) + "\n")

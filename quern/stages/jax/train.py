@@ -77,6 +77,7 @@ def run(asked: Recipe, mesh: Mesh, stage: JaxStage, *, dtype: str) -> int:
     core, asked = core_of(asked), with_absolute_paths(asked)
     asked = fit_vocabulary(asked, own_megabytes(asked, run_dir.out))
     recipe = resolve(asked)
+    refuse_dropout(recipe)  # before the text is prepared
     check_model_axis(recipe.model, mesh)
     check_rows(mesh, recipe.micro_batch_rows)
     with stage.opened(), jax.set_mesh(mesh):
@@ -115,10 +116,15 @@ def _with_text(recipe: Recipe, began: Origin | None, stage: JaxStage) -> tuple[R
     return fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train), prepared
 
 
-def fresh_run(recipe: Resolved, cfg: StepConfig, mesh: Mesh) -> JaxRun:
-    """A state at step 0, on the current mesh. Raises ValueError for what the twin cannot train with."""
-    if cfg.model.bigram_dropout:
+def refuse_dropout(recipe: Resolved) -> None:
+    """Raises ValueError for a recipe that leaves out pairs in training, which the twin does not."""
+    if recipe.model.bigram_dropout:
         raise ValueError("the JAX twin trains with all pairs: leave --model.bigram-dropout out, or train with PyTorch")
+
+
+def fresh_run(recipe: Resolved, cfg: StepConfig, mesh: Mesh) -> JaxRun:
+    """A state at step 0, on the current mesh."""
+    refuse_dropout(recipe)
     return JaxRun(init_state(recipe.seed, cfg), cfg, mesh, guard=Guard(recipe.train.max_skips))
 
 
